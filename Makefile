@@ -1,0 +1,29 @@
+# Every target sets up what it needs in .venv and touches nothing outside the checkout.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check format clean
+
+demo: .venv/.installed  ## train BackProp and ProxProp side by side on embedded data
+	$(BIN)/python examples/digits.py
+
+test: .venv/.installed  ## the whole test suite, doctests included
+	$(BIN)/python -m pytest
+
+check: .venv/.installed  ## format, lint, types, tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+format: .venv/.installed  ## rewrite the code in the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove everything that was built or installed
+	rm -rf .venv out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@

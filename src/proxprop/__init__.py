@@ -1,0 +1,1 @@
+"""Proximal Backpropagation for PyTorch."""
