@@ -1,1 +1,15 @@
-"""Proximal Backpropagation for PyTorch."""
+"""Proximal Backpropagation for PyTorch.
+
+After `loss.backward()` every converted layer's `.grad` holds the proximal direction
+`D = (I/τ_θ + AᵀA)⁻¹AᵀG` instead of the gradient `AᵀG`, and any torch optimizer goes on from there.
+"""
+
+from proxprop import diagnostics, nn
+from proxprop.convert import convert, revert
+from proxprop.settings import Settings
+from proxprop.solve import CG, Exact
+from proxprop.summary import summary
+
+__version__ = "0.1.0"
+
+__all__ = ["CG", "Exact", "Settings", "convert", "diagnostics", "nn", "revert", "summary"]

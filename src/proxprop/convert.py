@@ -1,0 +1,165 @@
+"""Turn a model's layers proximal in place, and turn them back."""
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+from torch import nn
+
+from proxprop.nn import TABLE, ProximalLayer, proximal_class
+from proxprop.settings import Scaling, Settings
+from proxprop.solve import CG, Solver
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def convert(
+    model: Model,
+    solver: Solver = CG(),
+    tau_theta: float = 1.0,
+    *,
+    scaling: Scaling = "paper",
+    space: str | None = None,
+    exclude: Sequence[str] = (),
+    include_last: bool = False,
+    kinds: Iterable[type[nn.Module]] = tuple(TABLE),
+) -> Model:
+    """Make the model's layers proximal, in place, by swapping their classes.
+
+    Parameters stay the same objects and `state_dict` keys do not change, so optimizers, checkpoints and hooks
+    go on as before. A layer that this call does not select is left as it is, proximal or plain: calling again
+    with other settings changes the settings of what it selects, and two calls with different `exclude` or
+    `kinds` give layers different solvers.
+
+    Args:
+        model: any module, also a single layer.
+        solver, tau_theta, scaling, space: see `proxprop.Settings`.
+        exclude: patterns (`"head.*"`, `"*.proj"`) of layers to leave out; a pattern is matched against the
+            names of the layer, of the modules around it and of its parameters.
+        include_last: also convert the last linear or convolutional layer, which the paper keeps explicit.
+            Last is meant in the order of `model.named_modules()`.
+        kinds: classes to convert, by default those of `proxprop.nn`. Any other class is solved matrix-free
+            through autograd; its output must be one tensor, linear in its parameters.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: the model is not a module, or a setting has the wrong type.
+        ValueError: a setting is out of range, a pattern matches nothing, or nothing is left to convert.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> convert(model, CG(3), tau_theta=0.5)[0]
+        Linear(in_features=4, out_features=8, bias=True, solver=CG(iterations=3, per_output=True), tau_theta=0.5)
+        >>> type(model[2])  # the last layer stays explicit
+        <class 'torch.nn.modules.linear.Linear'>
+    """
+    check_module(model, "convert")
+    settings = Settings(solver, tau_theta, scaling, space)
+    kinds = _check_kinds(kinds)
+    excluded = _matching(model, exclude)
+    last = None if include_last else last_layer(model, kinds)
+    selected = [
+        (name, module)
+        for name, module in model.named_modules()
+        if plain_class(module) in kinds and module is not last and module not in excluded
+        if "forward" not in vars(module)
+    ]
+    if not selected:
+        raise ValueError(_nothing_to_convert(model, kinds, last, excluded))
+    for name, module in selected:
+        module.__class__ = proximal_class(plain_class(module))
+        assert isinstance(module, ProximalLayer)
+        module._adopt(settings, name or type(module).plain.__name__)
+    return model
+
+
+def revert(model: Model) -> Model:
+    """Undo `convert`, in place: every proximal layer becomes its plain class again.
+
+    Example:
+        >>> model = convert(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
+        >>> type(revert(model)[0])
+        <class 'torch.nn.modules.linear.Linear'>
+    """
+    check_module(model, "revert")
+    for module in model.modules():
+        if isinstance(module, ProximalLayer):
+            module._abandon()
+    return model
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, or the one its proximal class stands for."""
+    return module.plain if isinstance(module, ProximalLayer) else type(module)
+
+
+def owns_parameters(module: nn.Module) -> bool:
+    """Whether the module itself, not one inside it, has parameters."""
+    return next(module.parameters(recurse=False), None) is not None
+
+
+def last_layer(model: nn.Module, kinds: Iterable[type[nn.Module]] = ()) -> nn.Module | None:
+    """The last module that is linear, convolutional or one of `kinds`, in the order of `named_modules`."""
+    candidates = {*TABLE, *kinds}
+    layers = [module for module in model.modules() if plain_class(module) in candidates]
+    return layers[-1] if layers else None
+
+
+def check_module(model: object, caller: str) -> None:
+    """Raise unless `model` is a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller} should be given a torch.nn.Module but was given {type(model).__name__}")
+
+
+def _check_kinds(kinds: Iterable[type[nn.Module]]) -> tuple[type[nn.Module], ...]:
+    kinds = tuple(kinds)
+    for kind in kinds:
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise TypeError(f"kinds should hold module classes such as nn.Linear but holds {kind!r}")
+    return kinds
+
+
+def _matching(model: nn.Module, patterns: Sequence[str]) -> set[nn.Module]:
+    """Modules that a pattern names, themselves, by a parameter, or by a module around them."""
+    if isinstance(patterns, str):
+        raise TypeError(f"exclude should be a list of patterns but is one string: write [{patterns!r}]")
+    found: set[nn.Module] = set()
+    for pattern in patterns:
+        named = [
+            module
+            for name, module in model.named_modules(remove_duplicate=False)
+            if fnmatchcase(name, pattern) or _names_a_parameter(name, module, pattern)
+        ]
+        if not named:
+            names = ", ".join(name for name, module in model.named_modules() if plain_class(module) in TABLE)
+            raise ValueError(f"exclude pattern {pattern!r} matches no module; there are: {names or 'none'}")
+        found.update(inner for module in named for inner in module.modules())
+    return found
+
+
+def _names_a_parameter(name: str, module: nn.Module, pattern: str) -> bool:
+    prefix = f"{name}." if name else ""
+    return any(fnmatchcase(prefix + own, pattern) for own, _ in module.named_parameters(recurse=False))
+
+
+def _nothing_to_convert(
+    model: nn.Module, kinds: Sequence[type], last: nn.Module | None, excluded: set[nn.Module]
+) -> str:
+    """Say why nothing was selected and what to do."""
+    wanted = ", ".join(kind.__name__ for kind in kinds)
+    left = [module for module in model.modules() if plain_class(module) in kinds]
+    if not left:
+        present = sorted(
+            {type(m).__name__ for m in model.modules() if next(m.parameters(recurse=False), None) is not None}
+        )
+        return (
+            f"the model has nothing to convert: no {wanted}; "
+            f"its parameters are in {', '.join(present) or 'no module'}. "
+            "Name other classes that are linear in their parameters with kinds=[...]"
+        )
+    if left == [last]:
+        return f"the model's only {wanted} is its last layer, which stays explicit: pass include_last=True"
+    reasons = "exclude names them" if excluded else "their forward was replaced on the instance"
+    return f"nothing is left to convert: of {len(left)} layers ({wanted}) none remains, because {reasons}"

@@ -1,0 +1,31 @@
+"""Solve `(λI + AᵀA) D = AᵀG` in whichever space is cheapest. Nothing here knows a layer.
+
+Shapes, everywhere in this package:
+
+    A  [groups, samples, features]   rows; a bias is a last feature that is 1 in every row
+    G  [groups, samples, outputs]    gradient of the loss at the layer's output
+    S  [groups, features, features]  AᵀA
+    K  [groups, samples, samples]    AAᵀ
+    D  [groups, features, outputs]   the direction
+
+`λ` (`damping`) is `1/τ_θ` in the paper's scaling.
+"""
+
+from proxprop.solve.cg import CG
+from proxprop.solve.exact import Exact
+from proxprop.solve.plan import Plan, plan
+from proxprop.solve.solver import FEATURE, MATRIX_FREE, SAMPLE, SPACES, Sizes, Solution, Solver
+
+__all__ = [
+    "CG",
+    "FEATURE",
+    "MATRIX_FREE",
+    "SAMPLE",
+    "SPACES",
+    "Exact",
+    "Plan",
+    "Sizes",
+    "Solution",
+    "Solver",
+    "plan",
+]

@@ -1,0 +1,170 @@
+"""A few steps of the conjugate gradient method from zero, in any space, with the same iterates in each."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from proxprop.solve.solver import FEATURE, MATRIX_FREE, SAMPLE, Sizes, Solution, Solver
+
+
+@dataclass(frozen=True)
+class CG(Solver):
+    """Approximate the proximal step by conjugate gradients on `(λI + AᵀA) D = AᵀG`, started at 0.
+
+    Args:
+        iterations: how many steps to take, at least 1. Every number of steps gives a descent direction.
+        per_output: the system acts on features only, so outputs are independent problems. True gives each
+            output its own step lengths; False takes one step length for the whole layer, as the textbook
+            does for the stacked vector.
+
+    Example:
+        >>> import torch
+        >>> A, G = torch.eye(2)[None], torch.ones(1, 2, 1)
+        >>> CG(1).features(A.mT @ A, A.mT @ G, damping=1.0).value.flatten()
+        tensor([0.5000, 0.5000])
+    """
+
+    iterations: int = 3
+    per_output: bool = True
+
+    spaces: ClassVar[tuple[str, ...]] = (SAMPLE, FEATURE, MATRIX_FREE)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.iterations, bool) or not isinstance(self.iterations, int):
+            raise TypeError(f"CG's iterations should be a whole number but is {self.iterations!r}")
+        if self.iterations < 1:
+            raise ValueError(f"CG's iterations should be at least 1 but is {self.iterations}")
+
+    def flops(self, sizes: Sizes, space: str) -> float:
+        """One product with K, S or `AᵀA` an iteration."""
+        groups, samples, features, outputs = sizes
+        product = {
+            SAMPLE: 2.0 * samples**2 * outputs,
+            FEATURE: 2.0 * features**2 * outputs,
+            MATRIX_FREE: 4.0 * samples * features * outputs,
+        }
+        return self.iterations * groups * product[space]
+
+    def samples(self, K: Tensor, G: Tensor, damping: float) -> Solution:
+        """Return U with `AᵀU` the iterate of `features`, from products with K alone."""
+        G, scale = normalize(G, self._sums)
+        return Solution(sample_cg(K, G, damping, self.iterations, self._sums).mul_(scale))
+
+    def features(self, S: Tensor, B: Tensor, damping: float) -> Solution:
+        """Return the iterate from products with S."""
+        return self.matrix_free(S.matmul, B, damping)
+
+    def matrix_free(self, apply: Callable[[Tensor], Tensor], B: Tensor, damping: float) -> Solution:
+        """Return the iterate from products `V -> AᵀAV`."""
+        B, scale = normalize(B, self._sums)
+        return Solution(feature_cg(apply, B, damping, self.iterations, self._sums).mul_(scale))
+
+    @property
+    def _sums(self) -> tuple[int, ...]:
+        """The dimensions an inner product sums over."""
+        return (-2,) if self.per_output else (-3, -2, -1)
+
+
+def feature_cg(
+    apply: Callable[[Tensor], Tensor], B: Tensor, damping: float, iterations: int, sums: tuple[int, ...]
+) -> Tensor:
+    """Textbook conjugate gradients on `(λI + AᵀA) D = B` from `D = 0`.
+
+    Args:
+        apply: the product `V -> AᵀAV`.
+        B: right-hand side `[groups, features, outputs]`.
+        damping: λ.
+        iterations: how many steps.
+        sums: the dimensions an inner product sums over.
+
+    Returns:
+        D `[groups, features, outputs]`.
+    """
+    residual, search = B, B
+    squared = dot(residual, residual, sums)
+    D = torch.zeros_like(B)
+    for step in range(1, iterations + 1):
+        image = apply(search).add(search, alpha=damping)
+        length = quotient(squared, dot(search, image, sums), 1 / damping)
+        D = torch.addcmul(D, length, search)
+        if step == iterations:
+            break
+        residual = torch.addcmul(residual, length, image, value=-1)
+        before, squared = squared, dot(residual, residual, sums)
+        search = torch.addcmul(residual, quotient(squared, before, 0.0), search)
+    return D
+
+
+def sample_cg(K: Tensor, G: Tensor, damping: float, iterations: int, sums: tuple[int, ...]) -> Tensor:
+    """The recurrence of `feature_cg` on coefficients: residual `r = Aᵀρ`, search `p = Aᵀπ`, `D = AᵀU`.
+
+    Every inner product of the primal recurrence becomes one with `K = AAᵀ`:
+
+        ⟨r, r⟩ = ⟨ρ, Kρ⟩        ⟨p, (λI + AᵀA)p⟩ = λ⟨π, Kπ⟩ + ‖Kπ‖²
+
+    and `Kπ` follows π's own recurrence, so there is one product with K a step. Conjugate gradients on the
+    system `(λI + K) U = G` in the Euclidean inner product would be another method with other iterates.
+
+    Part of ρ can lie in the null space of K and never shrink (more samples than features, equal rows). It
+    does not reach D, but its rounding reaches ⟨ρ, Kρ⟩; below that noise a column has converged and stands
+    still.
+
+    Args:
+        K: `AAᵀ [groups, samples, samples]`.
+        G: `[groups, samples, outputs]`.
+        damping: λ.
+        iterations: how many steps.
+        sums: the dimensions an inner product sums over.
+
+    Returns:
+        U `[groups, samples, outputs]`.
+    """
+    largest = K.diagonal(dim1=-2, dim2=-1).amax(-1)[:, None, None]
+    noise = torch.finfo(K.dtype).eps * largest
+
+    def squared_residual(rho: Tensor, K_rho: Tensor) -> Tensor:
+        squared = dot(rho, K_rho, sums)
+        return torch.where(squared <= dot(rho, noise * rho, sums), 0.0, squared)
+
+    rho = pi = G
+    K_pi = K @ rho
+    squared = squared_residual(rho, K_pi)
+    U = torch.zeros_like(G)
+    for step in range(1, iterations + 1):
+        curvature = damping * dot(pi, K_pi, sums) + dot(K_pi, K_pi, sums)
+        length = quotient(squared, curvature, 1 / damping)
+        U = torch.addcmul(U, length, pi)
+        if step == iterations:
+            break
+        rho = torch.addcmul(rho, length, K_pi.add(pi, alpha=damping), value=-1)
+        K_rho = K @ rho
+        before, squared = squared, squared_residual(rho, K_rho)
+        ratio = quotient(squared, before, 0.0)
+        pi = torch.addcmul(rho, ratio, pi)
+        K_pi = torch.addcmul(K_rho, ratio, K_pi)
+    return U
+
+
+def dot(left: Tensor, right: Tensor, sums: tuple[int, ...]) -> Tensor:
+    """Inner product over the dimensions `sums`, which are kept with size 1."""
+    return (left * right).sum(sums, keepdim=True)
+
+
+def quotient(numerator: Tensor, denominator: Tensor, degenerate: float) -> Tensor:
+    """`numerator / denominator`, or `degenerate` where the denominator is exactly zero; NaN stays NaN.
+
+    A zero denominator means a column with nothing left to solve, or an A so small that `AᵀA` underflows:
+    there the step length `1/λ` is the exact solution. No epsilon is added, so the result does not depend on
+    the scale of G.
+    """
+    return torch.where(denominator == 0, degenerate, numerator / denominator)
+
+
+def normalize(B: Tensor, sums: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Split B into columns of largest entry 1 and their scale, so that squares neither over- nor underflow."""
+    scale = torch.linalg.vector_norm(B, float("inf"), dim=sums, keepdim=True)
+    scale = torch.where(scale == 0, 1.0, scale)
+    return B / scale, scale

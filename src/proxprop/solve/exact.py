@@ -1,0 +1,75 @@
+"""The exact solution, by one Cholesky factorisation in sample or feature space."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from proxprop.solve.solver import FEATURE, SAMPLE, Sizes, Solution, Solver
+
+
+@dataclass(frozen=True)
+class Exact(Solver):
+    """Solve the proximal step exactly.
+
+    `D = (λI + S)⁻¹B` in feature space; in sample space `U = (λI + K)⁻¹G` and `D = AᵀU`, the same D.
+
+    Example:
+        >>> import torch
+        >>> A, G = torch.eye(2)[None], torch.ones(1, 2, 1)
+        >>> Exact().features(A.mT @ A, A.mT @ G, damping=1.0).value.flatten()
+        tensor([0.5000, 0.5000])
+    """
+
+    spaces: ClassVar[tuple[str, ...]] = (SAMPLE, FEATURE)
+
+    def flops(self, sizes: Sizes, space: str) -> float:
+        """A Cholesky factor (`size³/3`) and two triangular solves (`2·size²·outputs`) for each group."""
+        size = sizes.samples if space == SAMPLE else sizes.features
+        return sizes.groups * (size**3 / 3 + 2.0 * size**2 * sizes.outputs)
+
+    def samples(self, K: Tensor, G: Tensor, damping: float) -> Solution:
+        """Return `U = (λI + K)⁻¹G`."""
+        return apply(factorize(K, damping), G)
+
+    def features(self, S: Tensor, B: Tensor, damping: float) -> Solution:
+        """Return `D = (λI + S)⁻¹B`."""
+        return apply(factorize(S, damping), B)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A factorised `λI + M`.
+
+    Attributes:
+        L: lower Cholesky factor `[groups, size, size]`; meaningless where `info` is not zero.
+        info: LAPACK's, `[groups]`; not zero where `λI + M` was not positive definite in this precision.
+        bound: `λ + trace M`, no smaller than the largest eigenvalue, `[groups]`; NaN where M overflowed.
+    """
+
+    L: Tensor
+    info: Tensor
+    bound: Tensor
+
+
+def factorize(M: Tensor, damping: float) -> Factor:
+    """Factorise `λI + M` for positive semidefinite M `[groups, size, size]`, which is overwritten."""
+    bound = M.diagonal(dim1=-2, dim2=-1).sum(-1) + damping
+    bound = torch.where(bound.isfinite(), bound, torch.nan)  # B / inf would hide an overflow
+    M.diagonal(dim1=-2, dim2=-1).add_(damping)
+    L, info = torch.linalg.cholesky_ex(M)
+    return Factor(L, info, bound)
+
+
+def apply(factor: Factor, B: Tensor) -> Solution:
+    """Return `(λI + M)⁻¹B`; where the factorisation failed, `B / (λ + trace M)` instead.
+
+    The substitute is the gradient at a step that cannot overshoot: a descent direction that is linear in B
+    and costs no synchronisation to choose. Non-finite entries of M or B make non-finite entries here.
+    """
+    broken = factor.info != 0
+    solved = torch.cholesky_solve(B, factor.L)
+    substitute = B / factor.bound[:, None, None]
+    value = torch.where(broken[:, None, None], substitute, solved)
+    return Solution(value, failed=broken & factor.bound.isfinite())

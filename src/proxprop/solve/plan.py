@@ -1,0 +1,103 @@
+"""Which space to solve in: one function that can be asked, and says why."""
+
+from dataclasses import dataclass
+
+from proxprop.solve.solver import FEATURE, MATRIX_FREE, SAMPLE, SPACES, Sizes, Solver
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one space costs beyond BackProp."""
+
+    flops: float
+    numbers: float
+
+    def ratio(self, sizes: Sizes) -> float:
+        """Extra FLOPs as a fraction of BackProp's for this layer."""
+        return self.flops / sizes.backprop_flops if sizes.backprop_flops else 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A choice of space and what it rests on.
+
+    Attributes:
+        space: where the system is solved: "sample", "feature" or "matrix_free".
+        sizes: the system's sizes.
+        costs: cost of every space the solver can work in.
+        pinned: whether the user chose, rather than the cost model.
+    """
+
+    space: str
+    sizes: Sizes
+    costs: dict[str, Cost]
+    pinned: bool
+
+    @property
+    def flops(self) -> float:
+        """FLOPs beyond BackProp's in the chosen space."""
+        return self.costs[self.space].flops
+
+    @property
+    def backprop_flops(self) -> float:
+        """FLOPs of BackProp for this layer."""
+        return self.sizes.backprop_flops
+
+    @property
+    def bytes(self) -> int:
+        """Extra memory in the chosen space while this layer is solved, in float32."""
+        return int(4 * self.costs[self.space].numbers)
+
+    def __str__(self) -> str:
+        how = "pinned" if self.pinned else "fewest FLOPs"
+        ranked = sorted(self.costs.items(), key=lambda item: item[1].flops)
+        costs = ", ".join(f"{space} {cost.ratio(self.sizes):.3g}x" for space, cost in ranked)
+        return f"{self.space} ({how}; beyond BackProp: {costs})"
+
+
+def plan(sizes: Sizes, solver: Solver, space: str | None = None) -> Plan:
+    """Choose the space with the fewest FLOPs, or the one that was asked for.
+
+    With N samples, n features and m outputs a space costs, beyond BackProp's `6Nnm`, its Gram matrix
+    (`2N²n` for K, `2Nn²` for S, nothing matrix-free) and the solver's own work.
+
+    Args:
+        sizes: the system's sizes, features counted with the ones column.
+        solver: says which spaces it can work in and what it costs there.
+        space: pin this space instead of choosing.
+
+    Raises:
+        ValueError: the solver cannot work in the space that was asked for.
+
+    Example:
+        >>> from proxprop import CG
+        >>> print(plan(Sizes(groups=1, samples=500, features=3073, outputs=4000), CG(3)))
+        sample (fewest FLOPs; beyond BackProp: sample 0.204x, matrix_free 2x, feature 6.4x)
+    """
+    if space is not None:
+        check_space(space, solver)
+    costs = {name: _cost(sizes, solver, name) for name in solver.spaces}
+    cheapest = solver.spaces[0]
+    for name in solver.spaces[1:]:  # a loop, because torch.compile does not trace `min(..., key=...)`
+        if costs[name].flops < costs[cheapest].flops:
+            cheapest = name
+    return Plan(space or cheapest, sizes, costs, pinned=space is not None)
+
+
+def check_space(space: str, solver: Solver) -> None:
+    """Raise unless `space` is one that `solver` can work in."""
+    if space not in SPACES:
+        raise ValueError(f"space should be one of {', '.join(SPACES)} or None (choose) but is {space!r}")
+    if space not in solver.spaces:
+        raise ValueError(f"space {space!r} is not one {solver!r} can work in: {', '.join(solver.spaces)}")
+
+
+def _cost(sizes: Sizes, solver: Solver, space: str) -> Cost:
+    """FLOPs and numbers stored beyond BackProp's: the Gram matrix, and about four arrays of the unknowns."""
+    groups, samples, features, outputs = sizes
+    gram, numbers = {
+        SAMPLE: (2.0 * samples**2 * features, samples**2 + 4.0 * samples * outputs),
+        FEATURE: (2.0 * samples * features**2, features**2 + 4.0 * features * outputs),
+        MATRIX_FREE: (0.0, (samples + 4.0 * features) * outputs),
+    }[space]
+    return Cost(groups * gram + solver.flops(sizes, space), groups * numbers)

@@ -1,0 +1,61 @@
+"""What every solver offers, and the sizes of the system it is offered."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+SAMPLE, FEATURE, MATRIX_FREE = "sample", "feature", "matrix_free"
+SPACES = (SAMPLE, FEATURE, MATRIX_FREE)
+
+
+class Sizes(NamedTuple):
+    """Sizes of one system `A [groups, samples, features]`, `G [groups, samples, outputs]`."""
+
+    groups: int
+    samples: int
+    features: int
+    outputs: int
+
+    @property
+    def backprop_flops(self) -> float:
+        """FLOPs of BackProp's three products with this layer: `6·groups·samples·features·outputs`."""
+        return 6.0 * self.groups * self.samples * self.features * self.outputs
+
+
+class Solution(NamedTuple):
+    """What a solver hands back.
+
+    `value` solves the system. `failed` is None for a solver that cannot fail, else a boolean per group that
+    is true where `value` is a safe substitute; it stays on the device, so that looking at it is the caller's
+    choice.
+    """
+
+    value: Tensor
+    failed: Tensor | None = None
+
+
+class Solver(ABC):
+    """A way to solve `(λI + AᵀA) D = AᵀG`. Subclass it to bring your own.
+
+    A subclass names the spaces it can work in and implements one method for each.
+    """
+
+    spaces: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def flops(self, sizes: Sizes, space: str) -> float:
+        """FLOPs of the solve in `space`, once K or S is there."""
+
+    def samples(self, K: Tensor, G: Tensor, damping: float) -> Solution:
+        """Return U with `D = AᵀU`, given `K = AAᵀ` and `G`."""
+        raise NotImplementedError(f"{self!r} does not work in sample space")
+
+    def features(self, S: Tensor, B: Tensor, damping: float) -> Solution:
+        """Return D, given `S = AᵀA` and `B = AᵀG`."""
+        raise NotImplementedError(f"{self!r} does not work in feature space")
+
+    def matrix_free(self, apply: Callable[[Tensor], Tensor], B: Tensor, damping: float) -> Solution:
+        """Return D, given the product `V -> AᵀAV` and `B = AᵀG`."""
+        raise NotImplementedError(f"{self!r} does not work matrix-free")

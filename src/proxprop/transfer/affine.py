@@ -1,0 +1,68 @@
+"""What linear layers and convolutions share: a weight, a bias, and rows that hold the input."""
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from proxprop.transfer.transfer import Parameters, Transfer
+
+
+class Affine(Transfer):
+    """A layer with a weight `[groups·outputs, ...]` and perhaps a bias `[groups·outputs]`.
+
+    The bias is the coefficient of a column of ones behind the rows of the input. The ones are never stored:
+    they add 1 to every entry of K, and a border of column sums to S. A parameter that is not trained has no
+    columns: the system is solved for the others alone.
+
+    Args:
+        weight_shape: the weight's shape, or None where it is not trained.
+        bias: whether there is a bias to train.
+    """
+
+    def __init__(self, weight_shape: torch.Size | None, bias: bool) -> None:
+        self.weight_shape = weight_shape
+        self.bias = bias
+
+    @abstractmethod
+    def rows(self) -> Tensor:
+        """The input as rows `[groups, samples, features]`, the ones column left out."""
+
+    def kernel(self) -> Tensor:
+        """`K = AAᵀ`; the ones column adds 1 to every entry."""
+        groups, samples, _, _ = self.sizes
+        A = self.rows()
+        K = A @ A.mT if self.weight_shape else A.new_zeros(groups, samples, samples)
+        return K.add_(1.0) if self.bias else K
+
+    def gram(self) -> Tensor:
+        """`S = AᵀA`; the ones column adds the border `(Aᵀ1, samples)`."""
+        A = self.rows()
+        return self._border(A.mT @ A, A.sum(-2)) if self.bias else A.mT @ A
+
+    def to_features(self, parameters: Parameters) -> Tensor:
+        """Weight rows as columns, the bias as the last feature."""
+        weight, bias = parameters
+        groups, _, features, outputs = self.sizes
+        blocks = []
+        if weight is not None:
+            blocks.append(weight.reshape(groups, outputs, features - self.bias).mT)
+        if bias is not None:
+            blocks.append(bias.reshape(groups, 1, outputs))
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-2)
+
+    def from_features(self, V: Tensor) -> Parameters:
+        """The inverse of `to_features`; views of V where possible."""
+        inputs = V.shape[-2] - self.bias
+        weight = V[:, :inputs].mT.reshape(self.weight_shape) if self.weight_shape else None
+        bias = V[:, inputs].reshape(-1) if self.bias else None
+        return weight, bias
+
+    def _border(self, S: Tensor, sums: Tensor) -> Tensor:
+        """S of the input rows, with the row and column that the ones add."""
+        groups, samples, features, _ = self.sizes
+        bordered = S.new_full((groups, features, features), float(samples))
+        bordered[:, :-1, :-1] = S
+        bordered[:, :-1, -1] = sums
+        bordered[:, -1, :-1] = sums
+        return bordered

@@ -1,0 +1,166 @@
+"""Convolutions in one, two and three dimensions: every position of an image is a sample, its patch a row."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.nn import functional, grad
+
+from proxprop.solve import Sizes
+from proxprop.transfer.affine import Affine
+from proxprop.transfer.transfer import Parameters
+
+CONVOLVE = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
+WEIGHT_GRADIENT = {1: grad.conv1d_weight, 2: grad.conv2d_weight, 3: grad.conv3d_weight}
+
+BLOCK = 2**24
+"""Most numbers of unfolded patches that exist at a time while S is summed."""
+
+
+@dataclass(frozen=True)
+class ConvGeometry:
+    """How a convolution walks over its input; one entry a spatial dimension.
+
+    `padding` holds (before, after) pairs, so that 'same' with an even kernel fits in; `mode` is how the
+    border is filled, in the words of `torch.nn.functional.pad`.
+    """
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    mode: str
+    groups: int
+
+    def pad(self, input: Tensor) -> Tensor:
+        """The input with its border filled."""
+        if not any(before or after for before, after in self.padding):
+            return input
+        last_dimension_first = [width for pair in reversed(self.padding) for width in pair]
+        return functional.pad(input, last_dimension_first, self.mode)
+
+    @property
+    def pads_by_kernel(self) -> bool:
+        """Whether the convolution kernel itself can pad: zeros, as many before as after."""
+        return self.mode == "constant" and all(before == after for before, after in self.padding)
+
+
+class ConvTransfer(Affine):
+    """`Y = conv(X, W) + b`.
+
+    Args:
+        input: `[batch, channels, *space]` or unbatched `[channels, *space]`, in the precision to solve in.
+        output_shape: shape of the layer's output.
+        weight_shape: `[groups·outputs, channels/groups, *kernel]`, or None where the weight is not trained.
+        bias: whether there is a bias to train.
+        geometry: stride, padding and the rest.
+    """
+
+    def __init__(
+        self,
+        input: Tensor,
+        output_shape: torch.Size,
+        weight_shape: torch.Size | None,
+        bias: bool,
+        geometry: ConvGeometry,
+    ) -> None:
+        super().__init__(weight_shape, bias)
+        self.geometry = geometry
+        self.dimensions = len(geometry.kernel)
+        self.output_shape = output_shape
+        channels, *positions = output_shape[-self.dimensions - 1 :]
+        self.batched = input if input.dim() == self.dimensions + 2 else input[None]
+        batch = self.batched.shape[0]
+        inputs = self.batched.shape[1] // geometry.groups * prod(geometry.kernel) if weight_shape else 0
+        self.sizes = Sizes(
+            geometry.groups, batch * prod(positions), inputs + bias, channels // geometry.groups
+        )
+        self.batched_shape = torch.Size([batch, channels, *positions])
+
+    def rows(self) -> Tensor:
+        """The unfolded patches `[groups, batch·positions, channels/groups·kernel]`."""
+        if self.weight_shape is None:
+            return self.batched.new_empty(self.sizes.groups, self.sizes.samples, 0)
+        return self._unfold(self.geometry.pad(self.batched))
+
+    def gram(self) -> Tensor:
+        """`S = AᵀA`, summed over blocks of images so that few patches exist at a time."""
+        groups, samples, features, _ = self.sizes
+        if self.weight_shape is None:
+            return self.batched.new_full((groups, 1, 1), float(samples))
+        inputs = features - self.bias
+        S = self.batched.new_zeros(groups, inputs, inputs)
+        sums = self.batched.new_zeros(groups, inputs)
+        for A in self._blocks():
+            S.baddbmm_(A.mT, A)
+            if self.bias:
+                sums += A.sum(-2)
+        return self._border(S, sums) if self.bias else S
+
+    def output(self, parameters: Parameters) -> Tensor:
+        """`conv(X, W) + b`."""
+        weight, bias = parameters
+        if weight is None:
+            assert bias is not None
+            return bias.view(-1, *[1] * self.dimensions).expand(self.output_shape)
+        input, padding = self._kernel_input()
+        g = self.geometry
+        Y = CONVOLVE[self.dimensions](input, weight, bias, g.stride, padding, g.dilation, g.groups)
+        return Y.view(self.output_shape)
+
+    def gradient(self, G: Tensor) -> Parameters:
+        """The convolution's own weight gradient, and G summed over images and positions."""
+        G = G.reshape(self.batched_shape)
+        weight = bias = None
+        if self.weight_shape is not None:
+            input, padding = self._kernel_input()
+            g = self.geometry
+            weight = WEIGHT_GRADIENT[self.dimensions](
+                input, self.weight_shape, G, g.stride, padding, g.dilation, g.groups
+            )
+        if self.bias:
+            bias = G.sum([0, *range(2, G.dim())])
+        return weight, bias
+
+    def to_samples(self, G: Tensor) -> Tensor:
+        """Channels last, one sample for each image and position, split by groups."""
+        groups, samples, _, outputs = self.sizes
+        split = G.reshape(self.batched_shape[0], groups, outputs, -1)
+        return split.permute(1, 0, 3, 2).reshape(groups, samples, outputs)
+
+    def from_samples(self, U: Tensor) -> Tensor:
+        """The inverse of `to_samples`."""
+        groups, _, _, outputs = self.sizes
+        split = U.reshape(groups, self.batched_shape[0], -1, outputs)
+        return split.permute(1, 0, 3, 2).reshape(self.output_shape)
+
+    def _kernel_input(self) -> tuple[Tensor, tuple[int, ...]]:
+        """What to hand to a convolution kernel: the input and the padding it should add itself."""
+        if self.geometry.pads_by_kernel:
+            return self.batched, tuple(before for before, _ in self.geometry.padding)
+        return self.geometry.pad(self.batched), (0,) * self.dimensions
+
+    def _blocks(self) -> Iterator[Tensor]:
+        """Rows of a few images at a time."""
+        patches_of_one_image = (
+            self.sizes.groups * self.sizes.samples * self.sizes.features // len(self.batched)
+        )
+        images = max(1, BLOCK // max(1, patches_of_one_image))
+        for block in self.geometry.pad(self.batched).split(images):
+            yield self._unfold(block)
+
+    def _unfold(self, padded: Tensor) -> Tensor:
+        """Patches of a padded input `[batch, channels, *space]`, by strided views and one copy.
+
+        Views `[batch, channels, *positions, *kernel]`; a copy `[groups, batch·positions, features]`.
+        """
+        g, d = self.geometry, self.dimensions
+        for axis in range(d):
+            reach = g.dilation[axis] * (g.kernel[axis] - 1) + 1
+            padded = padded.unfold(2 + axis, reach, g.stride[axis])[..., :: g.dilation[axis]]
+        patches: Tensor = padded.unflatten(1, (g.groups, -1))
+        positions, kernel = range(3, 3 + d), range(3 + d, 3 + 2 * d)
+        patches = patches.permute(1, 0, *positions, 2, *kernel)
+        return patches.reshape(g.groups, -1, self.sizes.features - self.bias)

@@ -1,0 +1,55 @@
+"""Linear layers: every leading dimension of the input is samples."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from proxprop.solve import Sizes
+from proxprop.transfer.affine import Affine
+from proxprop.transfer.transfer import Parameters
+
+
+class LinearTransfer(Affine):
+    """`Y = X Wᵀ + b`.
+
+    Args:
+        input: `[*, features]`, in the precision to solve in.
+        output_shape: shape of the layer's output, `[*, outputs]`.
+        weight_shape: `[outputs, features]`, or None where the weight is not trained.
+        bias: whether there is a bias to train.
+    """
+
+    def __init__(
+        self, input: Tensor, output_shape: torch.Size, weight_shape: torch.Size | None, bias: bool
+    ) -> None:
+        super().__init__(weight_shape, bias)
+        self.input = input.reshape(-1, input.shape[-1])
+        self.output_shape = output_shape
+        inputs = input.shape[-1] if weight_shape else 0
+        self.sizes = Sizes(1, self.input.shape[0], inputs + bias, output_shape[-1])
+
+    def rows(self) -> Tensor:
+        """The input, its leading dimensions flattened."""
+        return self.input[None] if self.weight_shape else self.input[None, :, :0]
+
+    def output(self, parameters: Parameters) -> Tensor:
+        """`X Wᵀ + b`."""
+        weight, bias = parameters
+        if weight is None:
+            assert bias is not None
+            return bias.expand(self.output_shape)
+        return functional.linear(self.input, weight, bias).view(self.output_shape)
+
+    def gradient(self, G: Tensor) -> Parameters:
+        """`GᵀX` and the column sums of G."""
+        G = G.reshape(-1, G.shape[-1])
+        weight = G.mT @ self.input if self.weight_shape else None
+        return weight, G.sum(0) if self.bias else None
+
+    def to_samples(self, G: Tensor) -> Tensor:
+        """Leading dimensions flattened."""
+        return G.reshape(1, -1, G.shape[-1])
+
+    def from_samples(self, U: Tensor) -> Tensor:
+        """Leading dimensions restored."""
+        return U.view(self.output_shape)

@@ -1,0 +1,56 @@
+"""What every transfer offers: the linear map `φ(·, a)` from a layer's parameters to its output."""
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from proxprop.solve import Sizes
+
+Parameters = tuple[Tensor | None, ...]
+"""One tensor for each of the layer's parameters, in its own shape; None for one that is not trained."""
+
+
+class Transfer(ABC):
+    """One call of a layer, seen as `Y = A V` with everything but the parameters V held fixed.
+
+    A transfer speaks two layouts and translates between them: the layer's own (its parameters, its output)
+    and the system's (`V [groups, features, outputs]`, `Y [groups, samples, outputs]`).
+    """
+
+    sizes: Sizes
+
+    @abstractmethod
+    def output(self, parameters: Parameters) -> Tensor:
+        """`φ`: the layer's output at these parameters, in the layer's layout."""
+
+    @abstractmethod
+    def gradient(self, G: Tensor) -> Parameters:
+        """`φ*`: the parameters' gradient for the output gradient G; BackProp's own product."""
+
+    @abstractmethod
+    def to_features(self, parameters: Parameters) -> Tensor:
+        """Parameters as V `[groups, features, outputs]`."""
+
+    @abstractmethod
+    def from_features(self, V: Tensor) -> Parameters:
+        """V as parameters; the inverse of `to_features`."""
+
+    def to_samples(self, G: Tensor) -> Tensor:
+        """An array in the output's layout as `[groups, samples, outputs]`."""
+        raise NotImplementedError(f"{type(self).__name__} has no sample space")
+
+    def from_samples(self, U: Tensor) -> Tensor:
+        """The inverse of `to_samples`."""
+        raise NotImplementedError(f"{type(self).__name__} has no sample space")
+
+    def kernel(self) -> Tensor:
+        """`K = AAᵀ [groups, samples, samples]`, freshly made."""
+        raise NotImplementedError(f"{type(self).__name__} has no sample space")
+
+    def gram(self) -> Tensor:
+        """`S = AᵀA [groups, features, features]`, freshly made."""
+        raise NotImplementedError(f"{type(self).__name__} has no feature space")
+
+    def normal(self, V: Tensor) -> Tensor:
+        """`AᵀAV` through φ and φ*, without forming A."""
+        return self.to_features(self.gradient(self.output(self.from_features(V))))
