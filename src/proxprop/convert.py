@@ -151,9 +151,7 @@ def _nothing_to_convert(
     wanted = ", ".join(kind.__name__ for kind in kinds)
     left = [module for module in model.modules() if plain_class(module) in kinds]
     if not left:
-        present = sorted(
-            {type(m).__name__ for m in model.modules() if next(m.parameters(recurse=False), None) is not None}
-        )
+        present = sorted({type(module).__name__ for module in model.modules() if owns_parameters(module)})
         return (
             f"the model has nothing to convert: no {wanted}; "
             f"its parameters are in {', '.join(present) or 'no module'}. "
