@@ -1,0 +1,1 @@
+"""The commands of `proxprop`, one file each."""

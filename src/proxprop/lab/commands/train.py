@@ -1,0 +1,102 @@
+"""`proxprop train`: one run."""
+
+import shlex
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from proxprop.lab.commands import options
+from proxprop.lab.commands.console import say
+from proxprop.lab.config import MODELS, OPTIMIZERS, PRECISIONS, Config
+from proxprop.lab.records import Record
+from proxprop.lab.records.run import stored_config
+from proxprop.lab.refusal import Interrupted
+from proxprop.lab.train import train as run
+
+DIVERGED = 3
+SETTINGS = {setting.name for setting in fields(Config)}
+
+
+def train(
+    data: options.Data = None,
+    data_dir: options.DataDir = None,
+    model: Annotated[str | None, typer.Option(help=f"{', '.join(MODELS)}.")] = None,
+    hidden: Annotated[str | None, typer.Option(help="Hidden widths of the mlp, like 4000,1000,4000.")] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help=f"{', '.join(OPTIMIZERS)} (sgd is Nesterov's).")
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate; by default the paper's.")] = None,
+    momentum: Annotated[float | None, typer.Option(help="Of sgd and muon.")] = None,
+    solver: Annotated[str | None, typer.Option(help="backprop, cg:K (K iterations) or exact.")] = None,
+    tau_theta: Annotated[float | None, typer.Option(help="Proximal step size τ_θ.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples per step.")] = None,
+    epochs: options.Epochs = None,
+    seed: Annotated[int | None, typer.Option(help="Of initialisation and sample order.")] = None,
+    device: options.Device = None,
+    precision: Annotated[str | None, typer.Option(help=f"{', '.join(PRECISIONS)}.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    validation: Annotated[int | None, typer.Option(help="Training samples held out.")] = None,
+    log_steps: Annotated[int | None, typer.Option(help="Also write the loss every so many steps.")] = None,
+    observe: Annotated[
+        bool | None, typer.Option(help="Measure the angle to the gradient each epoch.")
+    ] = None,
+    checkpoint_seconds: Annotated[float | None, typer.Option(help="Least time between checkpoints.")] = None,
+    save_weights: Annotated[bool | None, typer.Option(help="Keep the final weights.")] = None,
+    tensorboard: Annotated[bool | None, typer.Option(help="Also write TensorBoard events.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with any of these settings.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder; by default runs/<what it is>.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    download: options.Download = False,
+) -> None:
+    """Train one run and record it.
+
+    Examples:
+
+        proxprop train --solver cg:3
+
+        proxprop train --data cifar10 --download --model mlp --solver cg:3 --tau-theta 0.05 --lr 1 --epochs 50
+
+        proxprop train --data cifar10 --model convnet --optimizer adam --solver exact --device cuda --out runs/conv
+
+        proxprop train --out runs/conv --resume
+    """
+    everything = dict(locals())
+    given = {name: value for name, value in everything.items() if name in SETTINGS}
+    given["hidden"] = options.widths(hidden)
+    if resume and out is not None and (out / "config.json").exists():
+        stored = stored_config(out).to_dict()
+        chosen = options.config_from(config, stored | {k: v for k, v in given.items() if v is not None})
+    else:
+        chosen = options.config_from(config, given)
+    folder = out or Path("runs") / chosen.slug()
+    if download:
+        options.fetch(chosen)
+    record = _run(chosen, folder, resume)
+    _tell(record)
+    if record.status == "diverged":
+        raise typer.Exit(DIVERGED)
+
+
+def _run(config: Config, folder: Path, resume: bool) -> Record:
+    try:
+        return run(config, folder, resume)
+    except Interrupted as stop:
+        say(
+            f"Stopped after step {stop.step}. Go on with: proxprop train --out {shlex.quote(str(folder))} --resume"
+        )
+        raise typer.Exit(130) from stop
+
+
+def _tell(record: Record) -> None:
+    last = record.last
+    if record.status == "diverged":
+        say(f"Diverged in epoch {last['epoch']}: the training loss is no longer a finite number.")
+    else:
+        held = (
+            f", validation accuracy {last['validation_accuracy']:.1%}" if last["validation_accuracy"] else ""
+        )
+        accuracy = f"test accuracy {last['test_accuracy']:.1%}{held}"
+        say(f"Training loss {last['loss']:.4g}, {accuracy}, {last['seconds']:.1f} s of training.")
+    say(f"Recorded in {record.folder}")

@@ -1,0 +1,67 @@
+"""The user's own tensors in .npz or .safetensors.
+
+`inputs` and `labels`, and if you like `test_inputs` and `test_labels`.
+"""
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from proxprop.lab.refusal import Refused
+
+SUFFIXES = (".npz", ".safetensors")
+REQUIRED, OPTIONAL = {"inputs", "labels"}, {"test_inputs", "test_labels"}
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """The file's tensors, checked: inputs float32 [samples, ...], labels int64 [samples]."""
+    if not path.is_file():
+        raise Refused(f"there is no file {path}; expected a dataset's name or a {' or '.join(SUFFIXES)} file")
+    tensors = _npz(path) if path.suffix == ".npz" else _safetensors(path)
+    names = set(tensors)
+    if not (names >= REQUIRED and names <= REQUIRED | OPTIONAL and len(names & OPTIONAL) in (0, 2)):
+        raise Refused(
+            f"{path} should hold inputs and labels, and if you like test_inputs and test_labels, "
+            f"but holds {sorted(names)}"
+        )
+    checked = _checked(tensors, path, "")
+    return checked if "test_inputs" not in tensors else checked | _checked(tensors, path, "test_")
+
+
+def _npz(path: Path) -> dict[str, Tensor]:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: torch.from_numpy(np.ascontiguousarray(archive[name])) for name in archive.files}
+    except (ValueError, TypeError, OSError, zipfile.BadZipFile, EOFError) as error:
+        raise Refused(f"{path} is not a readable .npz of plain numbers: {error}") from error
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise Refused(f"{path} is not a readable .safetensors: {error}") from error
+
+
+def _checked(tensors: dict[str, Tensor], path: Path, part: str) -> dict[str, Tensor]:
+    inputs, labels = tensors[f"{part}inputs"], tensors[f"{part}labels"]
+    if labels.ndim != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
+        raise Refused(
+            f"{path}: {part}labels should be integers [samples] but are {labels.dtype} {list(labels.shape)}"
+        )
+    if inputs.ndim < 2 or len(inputs) != len(labels) or len(labels) == 0:
+        raise Refused(
+            f"{path}: {part}inputs should be [samples, ...] with {len(labels)} samples, at least one, "
+            f"but are {list(inputs.shape)}"
+        )
+    inputs, labels = inputs.float(), labels.long()
+    if not bool(inputs.isfinite().all()):
+        raise Refused(f"{path}: {part}inputs should be finite but hold NaN or infinity")
+    if int(labels.min()) < 0:
+        raise Refused(f"{path}: {part}labels should be >= 0 but one is {int(labels.min())}")
+    return {f"{part}inputs": inputs, f"{part}labels": labels}

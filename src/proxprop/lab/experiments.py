@@ -1,0 +1,138 @@
+"""The experiments: lists of runs, exactly as the paper has them, and one function that runs a list."""
+
+import multiprocessing
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import lru_cache
+from itertools import repeat
+from pathlib import Path
+
+from proxprop.lab.config import PAPER_WIDTHS, Config
+from proxprop.lab.data import Dataset, load
+from proxprop.lab.devices import device
+from proxprop.lab.records import Record
+from proxprop.lab.train import train
+from proxprop.lab.watch import Watch
+
+PAPER_EPOCHS = 50
+TABLE1_RATES = (50.0, 10.0, 5.0, 1.0, 0.5, 0.1, 0.05, 0.005, 0.0005)
+
+# Half-decade steps, wide enough that every method has both too small and too large a step in it.
+COMPARED_RATES = {
+    "sgd": (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
+    "adam": (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1),
+}
+
+
+def fig1(base: Config) -> list[Config]:
+    """Figure 1: the MLP, Nesterov momentum; BackProp's best τ=0.05 against τ_θ=0.05, τ=1."""
+    mlp = replace(base, model="mlp", hidden=PAPER_WIDTHS, optimizer="sgd", momentum=0.95, batch_size=500)
+    implicit = [replace(mlp, solver=s, lr=1.0, tau_theta=0.05) for s in ("cg:3", "cg:5", "cg:10", "exact")]
+    return [replace(mlp, solver="backprop", lr=0.05), *implicit]
+
+
+def table1(base: Config) -> list[Config]:
+    """Table 1: the MLP over nine step sizes with τ_θ=1; the exact row is ours."""
+    mlp = replace(base, model="mlp", hidden=PAPER_WIDTHS, optimizer="sgd", momentum=0.95, batch_size=500)
+    solvers = ("backprop", "cg:1", "cg:3", "cg:5", "exact")
+    return [replace(mlp, solver=s, lr=lr, tau_theta=1.0) for s in solvers for lr in TABLE1_RATES]
+
+
+def fig2(base: Config) -> list[Config]:
+    """Figure 2: the ConvNet with Adam, τ=0.001, τ_θ=1; as released (two poolings) and as in the text (three)."""
+    adam = replace(base, optimizer="adam", lr=0.001, tau_theta=1.0, batch_size=500)
+    solvers = ("backprop", "cg:3", "cg:10", "exact")
+    return [replace(adam, model=m, solver=s) for m in ("convnet-2pool", "convnet") for s in solvers]
+
+
+EXPERIMENTS: dict[str, Callable[[Config], list[Config]]] = {"fig1": fig1, "table1": table1, "fig2": fig2}
+
+
+def paper(names: Iterable[str], base: Config, seeds: int = 1) -> list[Config]:
+    """The runs of some of the paper's experiments; one that is in two of them is listed once."""
+    runs = [config for name in names for config in EXPERIMENTS[name](base)]
+    return _seeded(runs, seeds)
+
+
+def quick(configs: Iterable[Config]) -> list[Config]:
+    """The same list, small: digits, narrow layers, two epochs; proves that the command works, nothing else."""
+    narrow = {"mlp": (32, 16, 32)}
+    return [replace(c, data="digits", hidden=narrow.get(c.model), batch_size=100, epochs=2) for c in configs]
+
+
+def compare(
+    base: Config, solvers: Sequence[str], rates: dict[str, Sequence[float]], seeds: int
+) -> list[Config]:
+    """Every solver with every optimizer over the same learning rates and seeds, so that none is favoured."""
+    runs = [
+        replace(base, optimizer=optimizer, solver=solver, lr=lr)
+        for optimizer, grid in rates.items()
+        for lr in grid
+        for solver in solvers
+    ]
+    return _seeded(runs, seeds)
+
+
+def run_all(
+    configs: Sequence[Config],
+    folder: Path,
+    jobs: int = 1,
+    watch: Watch | None = None,
+    tell: Callable[[int, Record], None] = lambda number, record: None,
+) -> list[Record]:
+    """Run a list into one folder; finished runs are read, unfinished ones resumed.
+
+    Args:
+        configs: what to run.
+        folder: holds one folder per run, named by `Config.slug`.
+        jobs: runs at a time, each in a process of its own where there are several.
+        watch: who is told about progress within a run, when there is one job only.
+        tell: called after each run with how many are done and with its record.
+    """
+    records: list[Record] = []
+    if jobs == 1:
+        results = (_run(config, folder, watch) for config in configs)
+        return _collected(results, records, tell)
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return _collected(pool.map(_run, configs, repeat(folder)), records, tell)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _collected(
+    results: Iterable[Record], records: list[Record], tell: Callable[[int, Record], None]
+) -> list[Record]:
+    for record in results:
+        records.append(record)
+        tell(len(records), record)
+    return records
+
+
+def _run(config: Config, folder: Path, watch: Watch | None = None) -> Record:
+    where = folder / config.slug()
+    dataset = None if (where / "result.json").exists() else _dataset(config)
+    return train(config, where, resume=True, watch=watch, dataset=dataset)
+
+
+def _dataset(config: Config) -> Dataset:
+    return _loaded(config.data, config.data_dir, config.validation, config.device)
+
+
+@lru_cache(maxsize=1)
+def _loaded(name: str, data_dir: str | None, validation: int | None, where: str) -> Dataset:
+    """The runs of a list mostly share one dataset, and reading it takes longer than a small run."""
+    return load(name, data_dir, validation).to(device(where))
+
+
+def _seeded(configs: Iterable[Config], seeds: int) -> list[Config]:
+    """Every run once per seed, each only once, seeds outermost so that a first picture is there early."""
+    found: dict[str, Config] = {}
+    chosen = list(configs)
+    for seed in range(seeds):
+        for config in chosen:
+            seeded = replace(config, seed=seed)
+            found.setdefault(seeded.slug(), seeded)
+    return list(found.values())

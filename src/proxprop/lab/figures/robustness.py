@@ -1,0 +1,67 @@
+"""The last full-batch loss and validation accuracy over the learning rate: the paper's Table 1 as a picture."""
+
+import math
+from typing import Any
+
+from proxprop.lab import paper
+from proxprop.lab.analysis import Arm, Task
+from proxprop.lab.figures.style import label, look, styled
+
+KEYS = (("loss", "final full-batch training loss"), ("validation_accuracy", "final validation accuracy"))
+
+
+def robustness(task: Task, optimizer: str) -> Any:
+    """Two panels over the learning rate; bars reach from the lowest to the highest seed, × marks divergence.
+
+    Args:
+        task: from `analysis.tasks`.
+        optimizer: whose arms to draw.
+
+    Returns:
+        A matplotlib figure.
+    """
+    from matplotlib.figure import Figure
+
+    with styled():
+        figure = Figure(figsize=(10, 3.9), layout="constrained")
+        axes = figure.subplots(1, 2)
+        for ax, (key, title) in zip(axes, KEYS, strict=True):
+            ax.set_xscale("log")
+            for index, arm in enumerate(task.of(optimizer)):
+                _draw(ax, arm, key, label(arm, task.tau_thetas()), look(arm, index))
+            ax.set_xlabel("learning rate")
+            ax.set_title(title)
+        axes[0].set_yscale("log")
+        axes[1].yaxis.set_major_formatter("{x:.0%}")
+        axes[1].set_ylim(0, 1.03)
+        handles, names = axes[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 5), fontsize=9.5)
+    return figure
+
+
+def _draw(ax: Any, arm: Arm, key: str, name: str, style: dict[str, Any]) -> None:
+    numbers = {rate: arm.final(key, rate) for rate in arm.rates}
+    fine = [rate for rate, number in numbers.items() if math.isfinite(number.mean)]
+    ends = [[float(r.last[key]) for r in arm.rates[rate]] for rate in fine]
+    means = [numbers[rate].mean for rate in fine]
+    errors = [
+        [mean - min(values) for mean, values in zip(means, ends, strict=True)],
+        [max(values) - mean for mean, values in zip(means, ends, strict=True)],
+    ]
+    ax.errorbar(fine, means, yerr=errors, label=name, capsize=2.5, elinewidth=1, **style)
+    lost = [rate for rate in numbers if rate not in fine]
+    top = ax.get_xaxis_transform()
+    ax.plot(lost, [0.985] * len(lost), "x", color=style["color"], markersize=7, transform=top, clip_on=False)
+    if key == "loss":
+        _behind(ax, arm, style)
+
+
+def _behind(ax: Any, arm: Arm, style: dict[str, Any]) -> None:
+    """Table 1's numbers as open markers, where the runs repeat it."""
+    table = {rate: paper.final_loss(records[0].config) for rate, records in arm.rates.items()}
+    points = {rate: loss for rate, loss in table.items() if loss is not None and math.isfinite(loss)}
+    if points:
+        ax.plot(
+            list(points), list(points.values()), linestyle=":", marker=style["marker"], color=style["color"],
+            alpha=0.5, markerfacecolor="white", markersize=8, zorder=1, label=f"{arm.name}, the paper's",
+        )  # fmt: skip

@@ -1,0 +1,61 @@
+"""How figures look: the Okabe-Ito palette, told apart in print by dash and marker as well."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from proxprop.lab.analysis import Arm
+
+INK, FAINT = "#1a1a1a", "#8c8c8c"
+LOOKS: dict[str, dict[str, Any]] = {
+    "backprop": {"color": "#3b3b3b", "linestyle": "--", "marker": "o"},
+    "cg:1": {"color": "#56B4E9", "linestyle": "-", "marker": "v"},
+    "cg:3": {"color": "#0072B2", "linestyle": "-", "marker": "s"},
+    "cg:5": {"color": "#009E73", "linestyle": "-", "marker": "D"},
+    "cg:10": {"color": "#CC79A7", "linestyle": "-", "marker": "P"},
+    "exact": {"color": "#D55E00", "linestyle": "-", "marker": "^"},
+}
+OTHERS = ("#E69F00", "#F0E442", "#56B4E9", "#009E73")
+SETTINGS: Any = {
+    "font.size": 10,
+    "font.family": "DejaVu Sans",
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e3e3e3",
+    "grid.linewidth": 0.7,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4.5,
+    "legend.frameon": False,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+}
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Within, figures are made in this style; matplotlib's own settings are not touched."""
+    from matplotlib import rc_context
+
+    with rc_context(SETTINGS):
+        yield
+
+
+def look(arm: Arm, index: int = 0) -> dict[str, Any]:
+    """Colour, dash and marker of an arm; the same solver looks the same in every figure."""
+    chosen = LOOKS.get(arm.solver)
+    return dict(chosen or {"color": OTHERS[index % len(OTHERS)], "linestyle": "-.", "marker": "X"})
+
+
+def label(arm: Arm, taus: list[float], rate: bool = False) -> str:
+    """The arm's name in a legend, with τ_θ where several occur and with its learning rate where asked for."""
+    tau = f", τ_θ={arm.tau_theta:g}" if arm.tau_theta is not None and len(taus) > 1 else ""
+    lr = f" (lr {arm.best_rate:g}{tau})" if rate else (f" ({tau[2:]})" if tau else "")
+    return arm.name + lr

@@ -1,0 +1,134 @@
+"""The seam for what is compared: a method is a name, a way to prepare a model, a way to make optimizers.
+
+A peer is added by one entry in `FAMILIES`: from the part of `--solver` before the colon to a function that
+takes what stands after it and the run's Config, and returns the method's `prepare`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import proxprop
+from proxprop.lab.config import Config
+from proxprop.lab.refusal import Refused, one_of
+
+Prepare = Callable[[nn.Module], nn.Module]
+MakeOptimizers = Callable[[nn.Module], list[Optimizer]]
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is compared.
+
+    Args:
+        name: for people, "ProxProp cg3".
+        prepare: takes the fresh model, returns the model to train.
+        optimizers: takes the prepared model, returns the optimizers that step together.
+    """
+
+    name: str
+    prepare: Prepare
+    optimizers: MakeOptimizers
+
+
+def method(config: Config) -> Method:
+    """The method a Config names.
+
+    >>> method(Config(solver="cg:3")).name
+    'ProxProp cg3'
+    """
+    family, _, argument = config.solver.partition(":")
+    one_of("solver", family, FAMILIES)
+    prepare = FAMILIES[family](argument, config)
+    return Method(solver_name(config.solver), prepare, OPTIMIZERS[config.optimizer](config))
+
+
+def solver_name(solver: str) -> str:
+    """A solver's name for people.
+
+    >>> [solver_name(s) for s in ("backprop", "cg:10", "exact")]
+    ['BackProp', 'ProxProp cg10', 'ProxProp exact']
+    """
+    return "BackProp" if solver == "backprop" else f"ProxProp {solver.replace(':', '')}"
+
+
+def _backprop(argument: str, config: Config) -> Prepare:
+    _no_argument("backprop", argument)
+    return lambda model: model
+
+
+def _exact(argument: str, config: Config) -> Prepare:
+    _no_argument("exact", argument)
+    return lambda model: _convert(model, proxprop.Exact(), config)
+
+
+def _cg(argument: str, config: Config) -> Prepare:
+    if not (argument.isascii() and argument.isdigit() and int(argument) >= 1):
+        raise Refused(f"solver cg should be cg:K with K >= 1 iterations, like cg:3, but is '{config.solver}'")
+    return lambda model: _convert(model, proxprop.CG(int(argument)), config)
+
+
+def _convert(model: nn.Module, solver: proxprop.CG | proxprop.Exact, config: Config) -> nn.Module:
+    try:
+        return proxprop.convert(model, solver, tau_theta=config.tau_theta)
+    except (TypeError, ValueError) as error:
+        raise Refused(str(error)) from error
+
+
+def _no_argument(family: str, argument: str) -> None:
+    if argument:
+        raise Refused(f"solver {family} takes nothing after a colon but came with '{argument}'")
+
+
+def _sgd(config: Config) -> MakeOptimizers:
+    """PyTorch's Nesterov momentum, the paper's: m ← μm + d, θ ← θ − τ(μm + d)."""
+    return lambda model: [
+        torch.optim.SGD(
+            model.parameters(), lr=_lr(config), momentum=config.momentum, nesterov=config.momentum > 0
+        )
+    ]
+
+
+def _adam(config: Config) -> MakeOptimizers:
+    return lambda model: [torch.optim.Adam(model.parameters(), lr=_lr(config))]
+
+
+def _adamw(config: Config) -> MakeOptimizers:
+    return lambda model: [torch.optim.AdamW(model.parameters(), lr=_lr(config))]
+
+
+def _muon(config: Config) -> MakeOptimizers:
+    """Muon for hidden matrices, AdamW for the rest; Muon's step has AdamW's size, so one lr fits both."""
+
+    def make(model: nn.Module) -> list[Optimizer]:
+        named = list(model.named_parameters())
+        last = next(name for name, parameter in reversed(named) if parameter.ndim >= 2)
+        matrices = [p for name, p in named if p.ndim == 2 and name != last]
+        rest = [p for name, p in named if p.ndim != 2 or name == last]
+        made: list[Optimizer] = [torch.optim.AdamW(rest, lr=_lr(config))]
+        if matrices:
+            muon = torch.optim.Muon(
+                matrices, lr=_lr(config), momentum=config.momentum, adjust_lr_fn="match_rms_adamw"
+            )
+            made.append(muon)
+        return made
+
+    return make
+
+
+def _lr(config: Config) -> float:
+    lr = config.settled().lr
+    assert lr is not None
+    return lr
+
+
+FAMILIES: dict[str, Callable[[str, Config], Prepare]] = {"backprop": _backprop, "cg": _cg, "exact": _exact}
+OPTIMIZERS: dict[str, Callable[[Config], MakeOptimizers]] = {
+    "sgd": _sgd,
+    "adam": _adam,
+    "adamw": _adamw,
+    "muon": _muon,
+}

@@ -1,0 +1,166 @@
+"""A run that is being written: its folder, its lock, and everything that goes into it."""
+
+import fcntl
+import hashlib
+import os
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from proxprop.lab.config import INCIDENTAL, Config, from_mapping
+from proxprop.lab.records import checkpoint, lines, sealed
+from proxprop.lab.records.environment import environment
+from proxprop.lab.records.lines import Row
+from proxprop.lab.refusal import Refused
+
+
+class Run:
+    """The one writer of a run's folder.
+
+    Args:
+        folder: made when it does not exist.
+        config: what is run.
+        resume: go on with what is there instead of refusing it.
+
+    Raises:
+        Refused: another process writes it; it holds a run and `resume` is false; it holds another run.
+    """
+
+    def __init__(self, folder: Path, config: Config, resume: bool) -> None:
+        self.folder = folder
+        self.config = config.settled()
+        self._lock = _locked(folder)
+        try:
+            self._open(resume)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, resume: bool) -> None:
+        path = self.folder / "config.json"
+        if not path.exists():
+            sealed.write(path, self.config.to_dict())
+        elif not resume:
+            raise Refused(
+                f"{self.folder} already holds a run; go on with it by --resume or name another by --out"
+            )
+        else:
+            _same(stored_config(self.folder), self.config, self.folder)
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has ended, well or in divergence."""
+        return (self.folder / "result.json").exists()
+
+    def start(self, device: torch.device) -> None:
+        """Note the environment of this start after those of earlier starts."""
+        path = self.folder / "environment.json"
+        try:
+            starts = sealed.read(path)["starts"] if path.exists() else []
+        except sealed.Damaged as damage:
+            starts = []
+            self.note(f"{damage}; it was begun anew")
+        sealed.write(path, {"starts": [*starts, environment(device)]})
+
+    def note(self, text: str) -> None:
+        """Keep something a person should know with the run."""
+        lines.append(self.folder / "notes.jsonl", {"text": text})
+
+    def write_plan(self, rows: list[Row]) -> None:
+        """What the library does with every layer."""
+        sealed.write(self.folder / "plan.json", {"layers": rows})
+
+    def last_checkpoint(self) -> tuple[checkpoint.Checkpoint | None, list[str]]:
+        """The last good checkpoint, and a note for everything damaged that was found on the way."""
+        found, notes = checkpoint.latest(self.folder)
+        for name in ("metrics.jsonl", "timing.jsonl"):
+            notes += lines.read(self.folder / name)[1]
+        if notes and found is None:
+            notes.append("no good checkpoint is left; starting from the beginning")
+        return found, notes
+
+    def checkpoint(self, step: int, content: checkpoint.Checkpoint) -> None:
+        """Write a checkpoint; the two last ones are kept."""
+        checkpoint.write(self.folder, step, content)
+
+    def begin_rows(self, metrics: list[Row], timing: list[Row]) -> None:
+        """Set both files to exactly these rows."""
+        lines.rewrite(self.folder / "metrics.jsonl", metrics)
+        lines.rewrite(self.folder / "timing.jsonl", timing)
+
+    def add_metrics(self, row: Row) -> None:
+        """Add one measurement."""
+        lines.append(self.folder / "metrics.jsonl", row)
+
+    def add_timing(self, row: Row) -> None:
+        """Add one reading of the clock."""
+        lines.append(self.folder / "timing.jsonl", row)
+
+    def finish(self, status: str, weights: dict[str, Tensor], summary: dict[str, Any]) -> None:
+        """Write weights, then the result that marks the run as done, then remove the checkpoints."""
+        digest = None
+        if self.config.save_weights:
+            content = save({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()})
+            digest = hashlib.sha256(content).hexdigest()
+            sealed.write_bytes(self.folder / "weights.safetensors", content)
+        result = {"status": status, "weights_sha256": digest} | summary
+        sealed.write(self.folder / "result.json", result)
+        checkpoint.remove(self.folder)
+
+    def close(self) -> None:
+        """Let another process write this run."""
+        self._lock.close()
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def stored_config(folder: Path) -> Config:
+    """The Config a run's folder holds.
+
+    Raises:
+        Refused: there is none, or it is damaged.
+    """
+    try:
+        return from_mapping(sealed.read(folder / "config.json"), f"{folder / 'config.json'}")
+    except sealed.Damaged as damage:
+        raise Refused(f"{folder} holds no readable run: {damage}") from damage
+
+
+def _locked(folder: Path) -> IO[str]:
+    """Hold the folder's lock until the file is closed or the process ends, however it ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        raise Refused(f"cannot write into {folder}: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.seek(0)
+        who = lock.read().strip() or "unknown"
+        lock.close()
+        raise Refused(
+            f"{folder} is being written by another process (id {who}); wait for it or stop it"
+        ) from None
+    lock.seek(0)
+    lock.truncate()
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
+
+
+def _same(stored: Config, asked: Config, folder: Path) -> None:
+    old, new = stored.identity(), asked.identity()
+    different = [f"{key} is {old[key]!r} there but {new[key]!r} here" for key in old if old[key] != new[key]]
+    if different:
+        free = ", ".join(INCIDENTAL)
+        raise Refused(
+            f"{folder} holds another run: {'; '.join(different)} (only {free} may change on --resume)"
+        )

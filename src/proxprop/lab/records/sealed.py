@@ -1,0 +1,74 @@
+"""JSON that carries its own checksum, written whole or not at all."""
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+SEAL = "crc32"
+
+
+class Damaged(ValueError):
+    """Something read back is not what was written."""
+
+
+def seal(values: dict[str, Any]) -> str:
+    """One line of JSON with a checksum of the rest.
+
+    >>> seal({"loss": 0.5})
+    '{"loss": 0.5, "crc32": "adf36ee9"}'
+    """
+    return json.dumps(values | {SEAL: _checksum(values)}, allow_nan=False)
+
+
+def unseal(line: str) -> dict[str, Any]:
+    """The values of a sealed line.
+
+    Raises:
+        Damaged: it is cut off, changed, or was never sealed.
+    """
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise Damaged(f"not JSON: {error}") from error
+    if not isinstance(values, dict) or values.pop(SEAL, None) != _checksum(values):
+        raise Damaged("its checksum does not fit")
+    return values
+
+
+def write(path: Path, values: dict[str, Any]) -> None:
+    """Write a sealed file atomically."""
+    write_bytes(path, (seal(values) + "\n").encode())
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a sealed file.
+
+    Raises:
+        Damaged: the file is missing or not what was written.
+    """
+    try:
+        return unseal(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, Damaged) as error:
+        raise Damaged(f"{path} cannot be read: {error}") from error
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file so that a crash leaves the old one or the new one: temporary, fsync, rename, fsync."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _checksum(values: dict[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True, allow_nan=False)
+    return f"{zlib.crc32(text.encode()):08x}"

@@ -1,0 +1,220 @@
+"""The training loop, from top to bottom: prepare, go on from the last checkpoint, step, measure, record."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+
+from proxprop.lab import devices, models
+from proxprop.lab.config import Config
+from proxprop.lab.data import Dataset, load
+from proxprop.lab.interruption import Flag, interruptible
+from proxprop.lab.measure import cosines, measure
+from proxprop.lab.methods import Method, method
+from proxprop.lab.plan import layer_rows
+from proxprop.lab.records import Record, Run, read
+from proxprop.lab.records.checkpoint import Checkpoint, pack, unpack
+from proxprop.lab.refusal import Interrupted
+from proxprop.lab.watch import TensorBoard, Watch, default
+
+
+def train(
+    config: Config,
+    out: str | Path,
+    resume: bool = False,
+    watch: Watch | None = None,
+    dataset: Dataset | None = None,
+) -> Record:
+    """Train one run into a folder and return its record.
+
+    Args:
+        config: what to run.
+        out: the run's folder.
+        resume: go on from the last good checkpoint of an unfinished run; a finished one is only read.
+        watch: who is told about progress; a bar in a terminal by default.
+        dataset: what `config.data` names, when it is already at hand; read from its files by default.
+
+    Raises:
+        Refused: the settings, the data or the folder do not allow it.
+        Interrupted: Ctrl-C; a checkpoint was written after the current step.
+    """
+    config, folder = config.settled(), Path(out)
+    chosen, device = method(config), devices.device(config.device)
+    if dataset is None and not (folder / "result.json").exists():
+        dataset = load(config.data, config.data_dir, config.validation)
+    forked = [device] if device.type == "cuda" else []
+    with Run(folder, config, resume) as run:
+        if dataset is not None and not run.done:
+            with (
+                torch.random.fork_rng(forked),
+                devices.matmul_precision(config.precision),
+                devices.cpu_threads(config.threads),
+                _heard(run),
+                interruptible() as flag,
+            ):
+                _train(run, chosen, dataset.to(device), device, watch or default(), flag)
+    return read(folder)
+
+
+@contextmanager
+def _heard(run: Run) -> Iterator[None]:
+    """Within, a numerical warning of the library becomes a note of the run: divergence is recorded, not crashed on."""
+
+    def keep(message: Warning | str, *_: object, **__: object) -> None:
+        run.note(str(message))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", category=RuntimeWarning)
+        warnings.showwarning = keep
+        yield
+
+
+@dataclass
+class Place:
+    """Where a run stands; together with model and optimizers, all there is to go on from."""
+
+    epoch: int = 0
+    step: int = 0
+    total: int = 0
+    seconds: float = 0.0
+    batch_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
+    order: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.uint8))
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    timing: list[dict[str, Any]] = field(default_factory=list)
+
+
+def _train(
+    run: Run, chosen: Method, dataset: Dataset, device: torch.device, watch: Watch, flag: Flag
+) -> None:
+    config = run.config
+    assert config.batch_size is not None
+    torch.manual_seed(config.seed)
+    model = chosen.prepare(models.build(config, dataset.shape, dataset.classes).to(device))
+    optimizers = chosen.optimizers(model)
+    generator = torch.Generator(device).manual_seed(config.seed)
+    inputs, labels = dataset.train.inputs, dataset.train.labels
+    steps_per_epoch = -(-len(labels) // config.batch_size)
+
+    run.write_plan(layer_rows(model, inputs[: config.batch_size]))
+    place, notes = _resumed(run, model, optimizers, device)
+    if place is None:
+        place = Place(batch_loss=torch.zeros((), device=device), order=generator.get_state())
+    run.start(device)
+    run.begin_rows(place.metrics, place.timing)
+    watchers: list[Watch] = [watch, *([TensorBoard(run.folder)] if config.tensorboard else [])]
+    for watcher in watchers:
+        watcher.begin(config, steps_per_epoch, place.total)
+    for note in notes:
+        run.note(note)
+        watch.note(note)
+
+    try:
+        if not place.metrics:
+            _measured(run, place, model, dataset, watchers)
+        saved = clock = devices.wait(device)
+        while place.epoch < config.epochs and not _diverged(place):
+            generator.set_state(place.order)
+            order = torch.randperm(len(labels), generator=generator, device=device)
+            clock = devices.wait(device)
+            for batch in order.split(config.batch_size)[place.step :]:
+                loss = _step(model, optimizers, inputs[batch], labels[batch], config.precision)
+                place.batch_loss += loss
+                place.step += 1
+                place.total += 1
+                if config.log_steps and place.total % config.log_steps == 0:
+                    _logged(run, place, loss)
+                for watcher in watchers:
+                    watcher.step(place.total, loss)
+                if flag.raised or devices.now() - saved >= config.checkpoint_seconds:
+                    place.seconds += devices.wait(device) - clock
+                    _saved(run, place, model, optimizers, device)
+                    saved = clock = devices.wait(device)
+                if flag.raised:
+                    raise Interrupted(run.folder, place.total)
+            place.seconds += devices.wait(device) - clock
+            place.epoch, place.step, place.order = place.epoch + 1, 0, generator.get_state()
+            _measured(run, place, model, dataset, watchers)
+            place.batch_loss.zero_()
+        summary = {"final": place.metrics[-1], "seconds": place.seconds}
+        run.finish("diverged" if _diverged(place) else "finished", model.state_dict(), summary)
+    finally:
+        for watcher in watchers:
+            watcher.end()
+
+
+def _step(
+    model: nn.Module, optimizers: list[Optimizer], inputs: Tensor, labels: Tensor, precision: str
+) -> Tensor:
+    """Forward, backward (which leaves the direction in .grad), optimizers; returns the mini-batch loss."""
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    with devices.autocast(inputs.device, precision):
+        scores = model(inputs)
+    loss = cross_entropy(scores.float(), labels)
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    return loss.detach()
+
+
+def _measured(run: Run, place: Place, model: nn.Module, dataset: Dataset, watchers: list[Watch]) -> None:
+    """Measure at the end of an epoch and write it down, what the clock says apart from what it does not."""
+    config, size = run.config, run.config.batch_size
+    before = place.timing[-1] if place.timing else {"seconds": 0.0, "step": 0}
+    taken = place.total - before["step"]
+    row: dict[str, Any] = {"kind": "epoch", "epoch": place.epoch, "step": place.total}
+    row["batch_loss"] = _finite(place.batch_loss / taken) if taken else None
+    row |= measure(model, dataset, config.precision)
+    if config.observe and config.solver != "backprop" and row["loss"] is not None:
+        probe = dataset.train.inputs[:size], dataset.train.labels[:size]
+        row["cosine"] = cosines(model, *probe, precision=config.precision)
+    pace = 1000 * (place.seconds - before["seconds"]) / taken if taken else None
+    tick = {"epoch": place.epoch, "step": place.total, "seconds": place.seconds, "ms_per_step": pace}
+    place.metrics.append(row)
+    place.timing.append(tick)
+    run.add_metrics(row)
+    run.add_timing(tick)
+    for watcher in watchers:
+        watcher.epoch(row)
+
+
+def _logged(run: Run, place: Place, loss: Tensor) -> None:
+    row = {"kind": "step", "step": place.total, "batch_loss": _finite(loss)}
+    place.metrics.append(row)
+    run.add_metrics(row)
+
+
+def _diverged(place: Place) -> bool:
+    """Whether the last full-batch loss is not a finite number."""
+    return any(row["kind"] == "epoch" and row["loss"] is None for row in place.metrics[-1:])
+
+
+def _finite(value: Tensor) -> float | None:
+    return float(value) if bool(value.isfinite()) else None
+
+
+def _saved(
+    run: Run, place: Place, model: nn.Module, optimizers: list[Optimizer], device: torch.device
+) -> None:
+    packed = pack(model, optimizers, device)
+    tensors = packed.tensors | {"place/batch_loss": place.batch_loss, "place/order": place.order}
+    plain = {name: value for name, value in vars(place).items() if name not in ("batch_loss", "order")}
+    run.checkpoint(place.total, Checkpoint(tensors, packed.values | {"place": plain}))
+
+
+def _resumed(
+    run: Run, model: nn.Module, optimizers: list[Optimizer], device: torch.device
+) -> tuple[Place | None, list[str]]:
+    found, notes = run.last_checkpoint()
+    if found is None:
+        return None, notes
+    unpack(found, model, optimizers, device)
+    loss, order = found.tensors["place/batch_loss"].to(device), found.tensors["place/order"]
+    return Place(**found.values["place"], batch_loss=loss, order=order), notes
