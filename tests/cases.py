@@ -64,7 +64,10 @@ LAYERS = [
 SOLVERS: list[Solver] = [Exact(), CG(1), CG(2), CG(3), CG(5), CG(3, per_output=False)]
 
 SOLVER_SPACES: list[tuple[Solver, str]] = [
-    (solver, space) for solver in SOLVERS for space in (SAMPLE, FEATURE, MATRIX_FREE) if space in solver.spaces
+    (solver, space)
+    for solver in SOLVERS
+    for space in (SAMPLE, FEATURE, MATRIX_FREE)
+    if space in solver.spaces
 ]
 
 by_name = {"ids": lambda value: getattr(value, "name", None) or str(value)}
@@ -84,12 +87,11 @@ def design_matrix(layer: nn.Module, input: Tensor, trained: list[str]) -> Tensor
 
 def blocks(layer: nn.Module, trained: list[str]) -> list[Tensor]:
     """For every output, where its parameters stand in the stacked vector: each is a system of its own."""
-    start, owners = 0, []
+    owners = []
     for name in trained:
         parameter = layer.get_parameter(name)
         outputs = torch.arange(len(parameter)).repeat_interleave(parameter[0].numel())
         owners.append(outputs)
-        start += parameter.numel()
     owner = torch.cat(owners)
     return [torch.nonzero(owner == output).flatten() for output in range(int(owner.max()) + 1)]
 

@@ -4,6 +4,9 @@ import copy
 
 import pytest
 import torch
+from torch import Tensor, nn
+
+import proxprop
 from cases import (
     LAYERS,
     SOLVER_SPACES,
@@ -14,9 +17,6 @@ from cases import (
     randn,
     relative_error,
 )
-from torch import Tensor, nn
-
-import proxprop
 from proxprop import CG, Exact
 from proxprop.solve import Solver
 
@@ -77,7 +77,16 @@ def test_only_what_is_trained_is_solved_for(case: LayerCase, frozen: str, solver
 
 def test_constructor_takes_torchs_arguments_and_ours() -> None:
     layer = proxprop.nn.Conv2d(
-        2, 4, 3, stride=2, padding="valid", groups=2, bias=False, dtype=torch.float64, solver=Exact(), tau_theta=0.1
+        2,
+        4,
+        3,
+        stride=2,
+        padding="valid",
+        groups=2,
+        bias=False,
+        dtype=torch.float64,
+        solver=Exact(),
+        tau_theta=0.1,
     )
     assert isinstance(layer, nn.Conv2d)
     assert (layer.solver, layer.tau_theta, layer.stride, layer.bias) == (Exact(), 0.1, (2, 2), None)
@@ -95,7 +104,9 @@ def test_settings_of_a_layer_can_be_changed_and_are_checked() -> None:
     assert layer.tau_theta == 0.5
 
 
-@pytest.mark.parametrize("make", [lambda x: x.transpose(0, 1), lambda x: x[:, :1].expand(6, 6), lambda x: x[::2]])
+@pytest.mark.parametrize(
+    "make", [lambda x: x.transpose(0, 1), lambda x: x[:, :1].expand(6, 6), lambda x: x[::2]]
+)
 @pytest.mark.parametrize(("solver", "space"), SOLVER_SPACES, **by_name)
 def test_strided_and_expanded_inputs(make, solver: Solver, space: str) -> None:
     input = make(randn(6, 6, seed=3))

@@ -105,7 +105,7 @@ def solve(transfer: Transfer, G: Tensor, settings: Settings) -> Direction:
         The direction, in the shapes of the layer's parameters.
     """
     samples = transfer.sizes.samples
-    chosen = plan(transfer.sizes, settings.solver, settings.space)
+    chosen = plan(transfer.sizes, settings.solver, settings.space, transfer.spaces)
     damping, factor = settings.damping(samples), settings.factor(samples)
     solver = settings.solver
     if samples == 0 or transfer.sizes.features == 0:

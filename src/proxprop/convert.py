@@ -68,6 +68,8 @@ def convert(
     ]
     if not selected:
         raise ValueError(_nothing_to_convert(model, kinds, last, excluded))
+    for kind in {plain_class(module) for _, module in selected}:
+        proximal_class(kind).check(settings)
     for name, module in selected:
         module.__class__ = proximal_class(plain_class(module))
         assert isinstance(module, ProximalLayer)

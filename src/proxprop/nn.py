@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from proxprop.backward import Build, Call, Failures, Observer, attach_direction
 from proxprop.settings import Scaling, Settings
-from proxprop.solve import CG, Sizes, Solver
+from proxprop.solve import CG, SPACES, Sizes, Solver
+from proxprop.solve.plan import possible_spaces
 from proxprop.transfer import AutogradTransfer, ConvGeometry, ConvTransfer, LinearTransfer, check_linear
 from proxprop.transfer.autograd import twin
 
@@ -30,7 +31,9 @@ def _setting(name: str) -> Any:
         return getattr(layer._settings, name)
 
     def write(layer: "ProximalLayer", value: Any) -> None:
-        layer._settings = replace(layer._settings, **{name: value})
+        settings = replace(layer._settings, **{name: value})
+        layer.check(settings)
+        layer._settings = settings
 
     return property(read, write, doc=f"`{name}` of `proxprop.Settings`; what is written to it is checked.")
 
@@ -42,6 +45,7 @@ class ProximalLayer(nn.Module):
     """
 
     plain: ClassVar[type[nn.Module]]
+    spaces: ClassVar[tuple[str, ...]] = SPACES
 
     _settings: Settings
     _failures: Failures
@@ -62,8 +66,17 @@ class ProximalLayer(nn.Module):
         **kwargs: Any,
     ) -> None:
         settings = Settings(solver, tau_theta, scaling, space)
+        self.check(settings)
         super().__init__(*args, **kwargs)
         self._adopt(settings, f"{self.plain.__name__}({super().extra_repr()})")
+
+    @classmethod
+    def check(cls, settings: Settings) -> None:
+        """Raise ValueError unless a layer of this class can be solved with these settings."""
+        try:
+            possible_spaces(settings.solver, settings.space, cls.spaces)
+        except ValueError as error:
+            raise ValueError(f"{cls.plain.__name__}: {error}") from None
 
     def _adopt(self, settings: Settings, name: str) -> None:
         """Take on settings; `name` is how messages call this layer."""
@@ -85,11 +98,11 @@ class ProximalLayer(nn.Module):
         call = Call(build, self._settings, self._failures, self._observer, len(inputs))
         return attach_direction(output, call, inputs, parameters)
 
-    def sizes(self, input: Tensor, output: Tensor) -> Sizes:
-        """Sizes of the system that a call with this input and output makes."""
+    def sizes(self, inputs: Sequence[Any], output: Tensor) -> Sizes:
+        """Sizes of the system that a call with these inputs and this output makes."""
         parameters = (self._parameters[name] for name in ("weight", "bias"))
         shapes = [p.shape if p is not None and p.requires_grad else None for p in parameters]
-        return self._build()((input.detach(),), output.shape, shapes).sizes
+        return self._build()([inputs[0].detach()], output.shape, shapes).sizes
 
     def _build(self) -> Build:
         """How a call of this layer becomes a transfer."""
@@ -170,39 +183,54 @@ class Conv3d(ConvLayer, nn.Conv3d):
     plain = nn.Conv3d
 
 
+TENSOR = object()
+"""Stands in a call's arguments where one of its saved tensors goes."""
+
+
 class AnyLinearInParameters(ProximalLayer):
     """Mixed into any class whose output is one tensor, linear in its parameters; solved matrix-free.
 
     Linearity is checked on the first training call.
     """
 
+    spaces = AutogradTransfer.spaces
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The plain class's own forward."""
         if not self._trains():
             return cast(Tensor, super().forward(*args, **kwargs))
         plain = twin(self, self.plain)
-        if not self.__dict__.get("_checked"):
+        if not vars(self).get("_checked"):
             check_linear(plain, *args, **kwargs)
             self._checked = True
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        names, parameters = zip(*self.named_parameters(), strict=True)
         constants = {name: parameter.detach() for name, parameter in self.named_parameters()}
         output = cast(Tensor, torch.func.functional_call(plain, constants, args, kwargs))
+        for module, copied in zip(self.modules(), plain.modules(), strict=True):
+            module._buffers.update(copied._buffers)
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        build = functools.partial(
+            self._transfer, [TENSOR if isinstance(x, Tensor) else x for x in leaves], structure
+        )
+        return self._attach(output, build, tensors, list(self.parameters()))
 
-        def build(
-            inputs: Sequence[Tensor], output_shape: torch.Size, shapes: Sequence[torch.Size | None]
-        ) -> AutogradTransfer:
-            following = iter(inputs)
-            filled = [next(following) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            arguments, keywords = pytree.tree_unflatten(filled, structure)
-            named = dict(zip(names, shapes, strict=True))
-            dtype = next((t.dtype for t in inputs if t.is_floating_point()), torch.float32)
-            return AutogradTransfer(plain, arguments, keywords, named, dtype)
+    def _transfer(
+        self,
+        leaves: Sequence[Any],
+        structure: pytree.TreeSpec,
+        inputs: Sequence[Tensor],
+        output_shape: torch.Size,
+        shapes: Sequence[torch.Size | None],
+    ) -> AutogradTransfer:
+        """The transfer of one call; `leaves` are its arguments, with `TENSOR` for each of `inputs`."""
+        following = iter(inputs)
+        filled = [next(following) if leaf is TENSOR else leaf for leaf in leaves]
+        arguments, keywords = pytree.tree_unflatten(filled, structure)
+        named = dict(zip((name for name, _ in self.named_parameters()), shapes, strict=True))
+        dtype = next((tensor.dtype for tensor in inputs if tensor.is_floating_point()), torch.float32)
+        return AutogradTransfer(twin(self, self.plain), arguments, keywords, named, dtype)
 
-        return self._attach(output, build, tensors, parameters)
-
-    def sizes(self, input: Tensor, output: Tensor) -> Sizes:
+    def sizes(self, inputs: Sequence[Any], output: Tensor) -> Sizes:
         """One column of all trained parameters, one row for each number of the output."""
         return Sizes(1, output.numel(), sum(p.numel() for p in self.parameters() if p.requires_grad), 1)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from proxprop.solve import CG, Solver
-from proxprop.solve.plan import check_space
+from proxprop.solve.plan import possible_spaces
 
 Scaling = Literal["paper", "gradient"]
 SCALINGS: tuple[Scaling, ...] = ("paper", "gradient")
@@ -45,8 +45,7 @@ class Settings:
             raise ValueError(f"tau_theta should be > 0 and finite but is {self.tau_theta}")
         if self.scaling not in SCALINGS:
             raise ValueError(f"scaling should be one of {', '.join(SCALINGS)} but is {self.scaling!r}")
-        if self.space is not None:
-            check_space(self.space, self.solver)
+        possible_spaces(self.solver, self.space)
 
     def damping(self, samples: int) -> float:
         """λ in `(λI + AᵀA) D = AᵀG`."""

@@ -149,7 +149,7 @@ def _plans(model: nn.Module, example: Any) -> dict[nn.Module, Plan]:
     def look(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         assert isinstance(layer, ProximalLayer)
         if any(p.requires_grad for p in layer.parameters()):
-            plans[layer] = plan(layer.sizes(inputs[0], output), layer.solver, layer.space)
+            plans[layer] = plan(layer.sizes(inputs, output), layer.solver, layer.space, layer.spaces)
 
     layers = [module for module in model.modules() if isinstance(module, ProximalLayer)]
     handles = [layer.register_forward_hook(look) for layer in layers]

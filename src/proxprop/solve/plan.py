@@ -55,7 +55,7 @@ class Plan:
         return f"{self.space} ({how}; beyond BackProp: {costs})"
 
 
-def plan(sizes: Sizes, solver: Solver, space: str | None = None) -> Plan:
+def plan(sizes: Sizes, solver: Solver, space: str | None = None, available: tuple[str, ...] = SPACES) -> Plan:
     """Choose the space with the fewest FLOPs, or the one that was asked for.
 
     With N samples, n features and m outputs a space costs, beyond BackProp's `6Nnm`, its Gram matrix
@@ -65,31 +65,44 @@ def plan(sizes: Sizes, solver: Solver, space: str | None = None) -> Plan:
         sizes: the system's sizes, features counted with the ones column.
         solver: says which spaces it can work in and what it costs there.
         space: pin this space instead of choosing.
+        available: the spaces that the layer has.
 
     Raises:
-        ValueError: the solver cannot work in the space that was asked for.
+        ValueError: the solver and the layer have no space in common, or not the one that was asked for.
 
     Example:
         >>> from proxprop import CG
         >>> print(plan(Sizes(groups=1, samples=500, features=3073, outputs=4000), CG(3)))
         sample (fewest FLOPs; beyond BackProp: sample 0.204x, matrix_free 2x, feature 6.4x)
     """
-    if space is not None:
-        check_space(space, solver)
-    costs = {name: _cost(sizes, solver, name) for name in solver.spaces}
-    cheapest = solver.spaces[0]
-    for name in solver.spaces[1:]:  # a loop, because torch.compile does not trace `min(..., key=...)`
+    spaces = possible_spaces(solver, space, available)
+    costs = {name: _cost(sizes, solver, name) for name in solver.spaces if name in available}
+    cheapest = spaces[0]
+    for name in spaces[1:]:  # a loop, because torch.compile does not trace `min(..., key=...)`
         if costs[name].flops < costs[cheapest].flops:
             cheapest = name
-    return Plan(space or cheapest, sizes, costs, pinned=space is not None)
+    return Plan(cheapest, sizes, costs, pinned=space is not None)
 
 
-def check_space(space: str, solver: Solver) -> None:
-    """Raise unless `space` is one that `solver` can work in."""
-    if space not in SPACES:
+def possible_spaces(
+    solver: Solver, space: str | None, available: tuple[str, ...] = SPACES
+) -> tuple[str, ...]:
+    """The spaces to choose from, or the pinned one alone.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if space is not None and space not in SPACES:
         raise ValueError(f"space should be one of {', '.join(SPACES)} or None (choose) but is {space!r}")
-    if space not in solver.spaces:
-        raise ValueError(f"space {space!r} is not one {solver!r} can work in: {', '.join(solver.spaces)}")
+    wanted = solver.spaces if space is None else (space,)
+    common = tuple(name for name in wanted if name in solver.spaces and name in available)
+    if not common:
+        asked = "any space" if space is None else f"space {space!r}"
+        raise ValueError(
+            f"{solver!r} cannot solve this layer in {asked}: the solver works in {', '.join(solver.spaces)}, "
+            f"the layer has {', '.join(available)}"
+        )
+    return common
 
 
 def _cost(sizes: Sizes, solver: Solver, space: str) -> Cost:

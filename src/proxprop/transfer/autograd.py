@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from proxprop.solve import Sizes
+from proxprop.solve import MATRIX_FREE, Sizes
 from proxprop.transfer.transfer import Parameters, Transfer
 
 
@@ -25,6 +25,8 @@ class AutogradTransfer(Transfer):
         shapes: shape of every parameter by name, None for one that is not trained.
         dtype: the precision to solve in.
     """
+
+    spaces = (MATRIX_FREE,)
 
     def __init__(
         self,
@@ -75,11 +77,11 @@ class AutogradTransfer(Transfer):
 
 
 def twin(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """A copy of the module's structure that shares its parameters, is of class `kind` and carries no hooks.
+    """A copy of the module that shares its parameters but not its buffers, is of class `kind`, and has no hooks.
 
     Replacing parameters in the twin never shows in the module, so threads do not meet.
     """
-    shared = {id(parameter): parameter for parameter in module.parameters()}
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
     copied = copy.deepcopy(module, shared)
     for part in copied.modules():
         for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks):

@@ -1,10 +1,11 @@
 """What every transfer offers: the linear map `φ(·, a)` from a layer's parameters to its output."""
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from torch import Tensor
 
-from proxprop.solve import Sizes
+from proxprop.solve import SPACES, Sizes
 
 Parameters = tuple[Tensor | None, ...]
 """One tensor for each of the layer's parameters, in its own shape; None for one that is not trained."""
@@ -17,6 +18,7 @@ class Transfer(ABC):
     and the system's (`V [groups, features, outputs]`, `Y [groups, samples, outputs]`).
     """
 
+    spaces: ClassVar[tuple[str, ...]] = SPACES
     sizes: Sizes
 
     @abstractmethod

@@ -1,0 +1,279 @@
+"""`convert` swaps classes and nothing else; `revert` undoes it; mistakes are told."""
+
+import copy
+import io
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import proxprop
+from cases import randn, relative_error
+from proxprop import CG, Exact
+from proxprop.nn import ProximalLayer
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 8)),
+        nn.Linear(8, 3),
+    )
+
+
+def proximal_names(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, ProximalLayer)]
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    optimizer.zero_grad()
+    loss = model(randn(6, 1, 4, 4, seed=1).to(next(model.parameters()).dtype)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def test_everything_about_the_model_survives() -> None:
+    model = small_model().double().eval()
+    model[0].weight.requires_grad_(False)
+    calls = []
+    model[5].register_forward_hook(lambda *_: calls.append("last"))
+    model[0].register_forward_hook(lambda *_: calls.append("first"))
+    parameters, keys = list(model.parameters()), list(model.state_dict())
+    assert proxprop.convert(model, CG(2), tau_theta=0.5) is model
+    assert proximal_names(model) == ["0", "4.0", "4.2"]
+    assert all(before is after for before, after in zip(parameters, model.parameters(), strict=True))
+    assert list(model.state_dict()) == keys
+    assert not model[0].weight.requires_grad
+    assert not any(module.training for module in model.modules())
+    assert model[0].weight.dtype == torch.float64
+    model(randn(2, 1, 4, 4, seed=1))
+    assert calls == ["first", "last"]
+    assert isinstance(model[0], nn.Conv2d)
+
+
+def test_optimizer_made_before_conversion_goes_on() -> None:
+    model = small_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    step(model, optimizer)
+    proxprop.convert(model, CG(3))
+    losses = [step(model, optimizer) for _ in range(20)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("make", [
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    lambda p: torch.optim.AdamW(p, lr=1e-2),
+    lambda p: torch.optim.RMSprop(p, lr=1e-3),
+])  # fmt: skip
+@pytest.mark.parametrize("solver", [CG(3), Exact()], ids=str)
+def test_trains_under_torchs_optimizers(make, solver) -> None:
+    model = proxprop.convert(small_model(), solver, tau_theta=1.0)
+    optimizer = make(model.parameters())
+    losses = [step(model, optimizer) for _ in range(30)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_converting_again_changes_the_settings() -> None:
+    model = proxprop.convert(small_model(), CG(3))
+    proxprop.convert(model, Exact(), tau_theta=0.1, scaling="gradient")
+    assert proximal_names(model) == ["0", "4.0", "4.2"]
+    assert {
+        (model.get_submodule(n).solver, model.get_submodule(n).tau_theta) for n in proximal_names(model)
+    } == {(Exact(), 0.1)}
+
+
+def test_two_calls_give_layers_different_solvers() -> None:
+    model = proxprop.convert(small_model(), CG(3), kinds=[nn.Conv2d])
+    proxprop.convert(model, Exact(), kinds=[nn.Linear])
+    assert [model.get_submodule(name).solver for name in proximal_names(model)] == [CG(3), Exact(), Exact()]
+
+
+def test_the_last_layer_counts_even_when_its_kind_is_not_asked_for() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten(), nn.Linear(2, 2))
+    assert proximal_names(proxprop.convert(model, kinds=[nn.Conv2d])) == ["0"]
+
+
+@pytest.mark.parametrize(("exclude", "left"), [
+    (["4.*"], ["0"]),
+    (["4"], ["0"]),
+    (["0"], ["4.0", "4.2"]),
+    (["*.0"], ["0", "4.2"]),
+    (["4.2.weight"], ["0", "4.0"]),
+    (["1"], ["0", "4.0", "4.2"]),
+    (["5.*"], ["0", "4.0", "4.2"]),
+])  # fmt: skip
+def test_exclude_patterns(exclude, left) -> None:
+    assert proximal_names(proxprop.convert(small_model(), exclude=exclude)) == left
+
+
+def test_include_last_and_a_single_layer() -> None:
+    assert proximal_names(proxprop.convert(small_model(), include_last=True))[-1] == "5"
+    layer = proxprop.convert(nn.Linear(2, 2), include_last=True)
+    assert type(layer) is proxprop.nn.Linear
+
+
+def test_revert_restores_plain_classes_and_gradients() -> None:
+    model = small_model().double()
+    plain = copy.deepcopy(model)
+    proxprop.revert(proxprop.convert(model, Exact(), include_last=True))
+    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+    assert vars(model[0]).keys() == vars(plain[0]).keys()
+    for each in (model, plain):
+        step(each, torch.optim.SGD(each.parameters(), lr=0.0))
+    for left, right in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(left.grad, right.grad)
+
+
+def test_checkpoints_cross_between_plain_and_converted() -> None:
+    plain, converted = small_model(), proxprop.convert(small_model(), CG(3))
+    with torch.no_grad():
+        plain[0].weight.mul_(2)
+    converted.load_state_dict(plain.state_dict())
+    plain.load_state_dict(converted.state_dict())
+    assert torch.equal(plain[0].weight, converted[0].weight)
+
+
+def test_copies_and_pickles_keep_settings_and_do_not_share_them() -> None:
+    model = proxprop.convert(small_model(), Exact(), tau_theta=0.2)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for clone in (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(buffer, weights_only=False),
+    ):
+        assert (clone[0].solver, clone[0].tau_theta) == (Exact(), 0.2)
+        clone[0].tau_theta = 9.0
+        assert model[0].tau_theta == 0.2
+
+
+def test_two_models_do_not_meet() -> None:
+    models = [
+        proxprop.convert(small_model().double(), solver, tau)
+        for solver, tau in [(CG(1), 0.1), (Exact(), 5.0)]
+    ]
+    alone = []
+    for model in models:
+        step(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        alone.append([p.grad.clone() for p in model.parameters()])
+        model.zero_grad()
+    loss = sum(model(randn(6, 1, 4, 4, seed=1)).square().mean() for model in models)
+    loss.backward()
+    for model, gradients in zip(models, alone, strict=True):
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            assert torch.equal(parameter.grad, gradient)
+
+
+def test_threads_running_backward_do_not_meet() -> None:
+    model = proxprop.convert(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double(), CG(4))
+    inputs = [randn(n + 1, 8, seed=n) for n in range(16)]
+
+    def gradients(index: int) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(model(inputs[index]).square().sum(), list(model.parameters()))
+
+    expected = [gradients(index) for index in range(16)]
+    found: list[tuple[torch.Tensor, ...] | None] = [None] * 16
+
+    def work(start: int) -> None:
+        for index in range(start, 16, 4):
+            for _ in range(5):
+                found[index] = gradients(index)
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for left, right in zip(expected, found, strict=True):
+        assert all(relative_error(b, a) < 1e-12 for a, b in zip(left, right, strict=True))
+
+
+class Doubled(nn.Linear):
+    """A subclass with a forward of its own: converting it as a Linear would be wrong."""
+
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+def test_subclasses_with_their_own_forward_are_not_taken_for_their_base() -> None:
+    model = nn.Sequential(Doubled(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+    assert proximal_names(proxprop.convert(model)) == ["1"]
+
+
+def test_a_forward_replaced_on_the_instance_is_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+    model[0].forward = lambda input: input
+    assert proximal_names(proxprop.convert(model)) == ["1"]
+
+
+def test_mistakes_are_told() -> None:
+    with pytest.raises(TypeError, match=r"convert should be given a torch.nn.Module but was given list"):
+        proxprop.convert([nn.Linear(2, 2)])
+    with pytest.raises(ValueError, match=r"pattern 'hed\.\*' matches no module; there are: 0, 4\.0, 4\.2, 5"):
+        proxprop.convert(small_model(), exclude=["hed.*"])
+    with pytest.raises(
+        TypeError, match=r"exclude should be a list of patterns but is one string: write \['head'\]"
+    ):
+        proxprop.convert(small_model(), exclude="head")
+    with pytest.raises(ValueError, match=r"nothing to convert: no Linear.*parameters are in LSTM.*kinds="):
+        proxprop.convert(nn.LSTM(2, 2))
+    with pytest.raises(ValueError, match=r"parameters are in no module"):
+        proxprop.convert(nn.ReLU())
+    with pytest.raises(ValueError, match=r"its last layer, which stays explicit: pass include_last=True"):
+        proxprop.convert(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"nothing is left to convert.*exclude names them"):
+        proxprop.convert(small_model(), exclude=["*"])
+    with pytest.raises(
+        TypeError, match=r"kinds should hold module classes such as nn.Linear but holds 'Linear'"
+    ):
+        proxprop.convert(small_model(), kinds=["Linear"])
+
+
+def test_a_refused_conversion_changes_nothing() -> None:
+    model = small_model()
+    with pytest.raises(ValueError, match="tau_theta"):
+        proxprop.convert(model, tau_theta=0)
+    assert proximal_names(model) == []
+
+
+@pytest.mark.parametrize(("settings", "error", "message"), [
+    ({"solver": "cg3"}, TypeError, r"solver should be CG\(iterations\) or Exact\(\) but is 'cg3'"),
+    ({"solver": CG}, TypeError, r"solver should be CG\(iterations\) or Exact\(\) but is <class"),
+    ({"tau_theta": 0}, ValueError, r"tau_theta should be > 0 and finite but is 0"),
+    ({"tau_theta": -1.0}, ValueError, r"tau_theta should be > 0 and finite but is -1.0"),
+    ({"tau_theta": float("inf")}, ValueError, r"tau_theta should be > 0 and finite but is inf"),
+    ({"tau_theta": float("nan")}, ValueError, r"tau_theta should be > 0 and finite but is nan"),
+    ({"tau_theta": "1"}, TypeError, r"tau_theta should be a number but is '1'"),
+    ({"tau_theta": True}, TypeError, r"tau_theta should be a number but is True"),
+    ({"scaling": "mean"}, ValueError, r"scaling should be one of paper, gradient but is 'mean'"),
+    ({"space": "primal"}, ValueError, r"space should be one of sample, feature, matrix_free or None \(choose\)"),
+    ({"solver": Exact(), "space": "matrix_free"}, ValueError, r"Exact\(\) cannot solve this layer in space 'matrix_free'"),
+])  # fmt: skip
+def test_bad_settings_are_refused_everywhere(settings, error, message) -> None:
+    with pytest.raises(error, match=message):
+        proxprop.convert(small_model(), **settings)
+    with pytest.raises(error, match=message):
+        proxprop.nn.Linear(2, 2, **settings)
+    *first, (name, value) = settings.items()
+    layer = proxprop.nn.Linear(2, 2, **dict(first))
+    with pytest.raises(error, match=message):
+        setattr(layer, name, value)
+
+
+@pytest.mark.parametrize(("iterations", "error", "message"), [
+    (0, ValueError, "iterations should be at least 1 but is 0"),
+    (-3, ValueError, "iterations should be at least 1 but is -3"),
+    (2.0, TypeError, r"iterations should be a whole number but is 2.0"),
+    (True, TypeError, r"iterations should be a whole number but is True"),
+])  # fmt: skip
+def test_bad_iterations_are_refused(iterations, error, message) -> None:
+    with pytest.raises(error, match=message):
+        CG(iterations)

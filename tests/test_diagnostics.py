@@ -1,0 +1,102 @@
+"""Reports measure what a solve did; nobody pays who does not ask."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import proxprop
+from cases import randn, relative_error
+from proxprop import CG, Exact
+from proxprop.diagnostics import observe, spectrum
+
+
+def model(solver, **settings) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Sequential(
+        nn.Conv2d(2, 4, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(16, 5), nn.Linear(5, 2)
+    )
+    return proxprop.convert(layers.double(), solver, **settings)
+
+
+def run(model: nn.Module) -> None:
+    model(randn(7, 2, 4, 4, seed=1)).square().sum().backward()
+
+
+@pytest.mark.parametrize("scaling", ["paper", "gradient"])
+@pytest.mark.parametrize("space", ["sample", "feature"])
+def test_exact_leaves_no_residual_and_cg_less_with_every_step(scaling, space) -> None:
+    with observe(exact := model(Exact(), scaling=scaling, space=space)) as reports:
+        run(exact)
+    assert all(float(report.residual.max()) < 1e-9 for found in reports.values() for report in found)
+    worst = []
+    for k in (1, 3, 12):
+        with observe(inexact := model(CG(k), scaling=scaling, space=space)) as reports:
+            run(inexact)
+        worst.append(float(reports["3"][0].residual.max()))
+        assert reports["3"][0].iterations == k
+    assert worst[0] > worst[1] > worst[2]
+
+
+def test_report_tells_space_shape_and_angle() -> None:
+    with observe(net := model(CG(2), space="feature")) as reports:
+        run(net)
+        run(net)
+    assert {name: len(found) for name, found in reports.items()} == {"0": 2, "3": 2}
+    report = reports["0"][0]
+    assert (report.space, tuple(report.residual.shape), report.failed) == ("feature", (2, 2), False)
+    direction = net[0].weight.grad / 2, net[0].bias.grad / 2
+    proxprop.revert(net).zero_grad()
+    run(net)
+    gradient = net[0].weight.grad, net[0].bias.grad
+    D, B = (torch.cat([part.flatten() for part in pair]) for pair in (direction, gradient))
+    cosine = (D @ B) / (D.norm() * B.norm())
+    assert relative_error(report.cosine, cosine) < 1e-12
+    assert 0 < cosine < 1
+
+
+def test_observing_ends_with_the_block_and_changes_no_direction() -> None:
+    watched, alone = model(Exact()), model(Exact())
+    with observe(watched) as reports:
+        run(watched)
+    run(alone)
+    assert torch.equal(watched[0].weight.grad, alone[0].weight.grad)
+    run(watched)
+    assert len(reports["0"]) == 1
+    assert watched[0]._observer is None
+
+
+def test_observing_ends_after_an_error_too() -> None:
+    net = model(Exact())
+    with pytest.raises(ZeroDivisionError), observe(net):
+        raise ZeroDivisionError
+    assert net[0]._observer is None
+
+
+def test_zero_gradient_has_no_residual_and_no_angle() -> None:
+    with observe(net := model(Exact())) as reports:
+        (0.0 * net(randn(7, 2, 4, 4, seed=1))).sum().backward()
+    assert float(reports["0"][0].residual.abs().max()) == 0.0
+    assert math.isnan(float(reports["0"][0].cosine))
+
+
+@pytest.mark.parametrize("shape", [(30, 6), (4, 6)])
+def test_spectrum_is_that_of_the_gram_matrix(shape) -> None:
+    A = randn(*shape, seed=1)
+    expected = torch.linalg.svdvals(A).flip(0).square()
+    found = spectrum(A)
+    assert len(found.eigenvalues) == 6
+    assert relative_error(found.eigenvalues[-len(expected) :], expected) < 1e-12
+    assert found.largest == pytest.approx(float(expected[-1]))
+    if shape[0] > shape[1]:
+        assert found.condition_number == pytest.approx(float(expected[-1] / expected[0]))
+    else:
+        assert found.eigenvalues[:2].tolist() == [0.0, 0.0]
+        assert found.condition_number == math.inf
+
+
+def test_spectrum_of_a_half_precision_input_is_float64_and_other_shapes_are_refused() -> None:
+    assert spectrum(torch.ones(3, 2, dtype=torch.bfloat16)).eigenvalues.dtype == torch.float64
+    with pytest.raises(ValueError, match=r"A should be \[samples, features\] but has shape \[2, 3, 4\]"):
+        spectrum(torch.zeros(2, 3, 4))

@@ -1,0 +1,105 @@
+"""The space a system is solved in changes the cost, never the answer."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cases import relative_error
+from proxprop import CG, Exact
+from proxprop.solve import FEATURE, MATRIX_FREE, SAMPLE, Solver
+
+sizes = st.tuples(st.integers(1, 3), st.integers(1, 24), st.integers(1, 24), st.integers(1, 5))
+
+
+def problem(
+    sizes: tuple[int, int, int, int], seed: int, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    groups, samples, features, outputs = sizes
+    generator = torch.Generator().manual_seed(seed)
+    A = torch.randn(groups, samples, features, generator=generator, dtype=torch.float64)
+    G = torch.randn(groups, samples, outputs, generator=generator, dtype=torch.float64)
+    return A.to(dtype), G.to(dtype)
+
+
+def solve_in(space: str, solver: Solver, A: Tensor, G: Tensor, damping: float) -> Tensor:
+    if space == SAMPLE:
+        return A.mT @ solver.samples(A @ A.mT, G, damping).value
+    if space == FEATURE:
+        return solver.features(A.mT @ A, A.mT @ G, damping).value
+    return solver.matrix_free(lambda V: A.mT @ (A @ V), A.mT @ G, damping).value
+
+
+@given(sizes=sizes, seed=st.integers(0, 2**31), k=st.integers(1, 10), per_output=st.booleans())
+def test_cg_takes_the_same_iterates_in_every_space(sizes, seed, k, per_output) -> None:
+    A, G = problem(sizes, seed)
+    results = [
+        solve_in(space, CG(k, per_output), A, G, damping=1.0) for space in (FEATURE, SAMPLE, MATRIX_FREE)
+    ]
+    for other in results[1:]:
+        assert relative_error(other, results[0]) < 1e-9
+
+
+@given(sizes=sizes, seed=st.integers(0, 2**31), log_damping=st.floats(-2, 4))
+def test_exact_agrees_in_every_space_and_solves_the_system(sizes, seed, log_damping) -> None:
+    A, G = problem(sizes, seed)
+    damping = 10**log_damping
+    D = solve_in(FEATURE, Exact(), A, G, damping)
+    assert relative_error(solve_in(SAMPLE, Exact(), A, G, damping), D) < 1e-9
+    assert relative_error(damping * D + A.mT @ (A @ D), A.mT @ G) < 1e-9
+
+
+@given(sizes=sizes, seed=st.integers(0, 2**31), space=st.sampled_from([FEATURE, SAMPLE, MATRIX_FREE]))
+def test_cg_tends_to_the_exact_direction(sizes, seed, space) -> None:
+    A, G = problem(sizes, seed)
+    exact = solve_in(FEATURE, Exact(), A, G, damping=1.0)
+    assert relative_error(solve_in(space, CG(60), A, G, damping=1.0), exact) < 1e-7
+
+
+@given(sizes=sizes, seed=st.integers(0, 2**31), space=st.sampled_from([FEATURE, SAMPLE]))
+def test_error_shrinks_with_every_step_in_the_systems_own_norm(sizes, seed, space) -> None:
+    """The defining property of conjugate gradients: each iterate is the best of a growing subspace."""
+    A, G = problem(sizes, seed)
+    exact = solve_in(FEATURE, Exact(), A, G, damping=1.0)
+
+    def energy(D: Tensor) -> Tensor:
+        error = D - exact
+        return (error * error).sum((-2, -1)) + (A @ error).square().sum((-2, -1))
+
+    energies = torch.stack([energy(solve_in(space, CG(k), A, G, 1.0)) for k in range(1, 8)])
+    start = energy(torch.zeros_like(exact))
+    assert bool((energies.diff(dim=0) <= 1e-12 * start).all())
+
+
+@pytest.mark.parametrize("space", [SAMPLE, FEATURE, MATRIX_FREE])
+@pytest.mark.parametrize("rank", ["equal rows", "zero rows", "more samples than features"])
+def test_singular_gram_matrices_stay_finite_and_right_in_float32(space: str, rank: str) -> None:
+    """Part of G lies in the null space of K; it must neither reach D nor blow up in many iterations."""
+    A, G = problem((2, 40, 5, 3), seed=0, dtype=torch.float32)
+    if rank == "equal rows":
+        A = A[:, :1].expand_as(A).contiguous()
+    elif rank == "zero rows":
+        A = torch.zeros_like(A)
+    exact = solve_in(FEATURE, Exact(), A.double(), G.double(), damping=1.0)
+    for iterations in (1, 5, 20, 50):
+        D = solve_in(space, CG(iterations), A, G, damping=1.0)
+        assert bool(D.isfinite().all())
+    assert relative_error(D.double(), exact) < 2e-3
+
+
+def test_cg_needs_no_more_steps_than_there_are_eigenvalues() -> None:
+    A = torch.diag(torch.tensor([1.0, 1.0, 3.0, 3.0], dtype=torch.float64))[None]
+    G = torch.ones(1, 4, 2, dtype=torch.float64)
+    exact = solve_in(FEATURE, Exact(), A, G, damping=0.5)
+    for space in (SAMPLE, FEATURE, MATRIX_FREE):
+        assert relative_error(solve_in(space, CG(1), A, G, 0.5), exact) > 1e-3
+        assert relative_error(solve_in(space, CG(2), A, G, 0.5), exact) < 1e-14
+
+
+def test_plain_cg_on_the_sample_system_is_another_method() -> None:
+    """Guards the reason sample_cg exists: Euclidean CG on K gives other iterates."""
+    A, G = problem((1, 8, 12, 2), seed=3)
+    ours = solve_in(SAMPLE, CG(3), A, G, damping=1.0)
+    other = A.mT @ CG(3).features(A @ A.mT, G, damping=1.0).value
+    assert relative_error(other, ours) > 1e-2
