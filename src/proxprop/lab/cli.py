@@ -8,20 +8,18 @@ from typing import Any
 from proxprop.lab.refusal import Refused
 
 MISTAKE, INTERRUPTED = 2, 130
-HELP = """Train with and without proximal steps, compare, reproduce the paper, look at the result.
+HELP = """Train with and without proximal steps, compare, and look at the result.
 
+\b
 Start here:
+    proxprop compare                       a report in about a minute, no download
+    proxprop doctor                        what this machine has, what is missing
+    proxprop train --data cifar10 --download --solver cg:3    a run on CIFAR-10
+    proxprop report runs --out out/report  look at your runs
 
-    proxprop compare                                            a report in about a minute, nothing to download
-
-    proxprop doctor                                             what this machine has and what is missing
-
-    proxprop train --data cifar10 --download --solver cg:3      one run on CIFAR-10
-
-    proxprop report runs --out out/report                       look at your runs
-
-Exit codes: 0 done, 1 something needed is missing (doctor), 2 a mistake in the command, 3 the run diverged, 130 stopped
-by Ctrl-C (which stops after the current step and says how to go on).
+\b
+Exit codes: 0 done; 1 doctor misses something needed; 2 a mistake in the command;
+3 the run diverged; 130 stopped by Ctrl-C, after the current step.
 """
 
 

@@ -4,41 +4,68 @@ import math
 from collections.abc import Callable
 
 from proxprop.lab.analysis import CLOSE, OPTIMIZER_NAMES, Arm, Task, reach, usable_rates
+from proxprop.lab.records import Record
 
 
 def headline(task: Task) -> str | None:
-    """What it took ProxProp's soonest solver to reach BackProp's best final loss; None without both to compare."""
-    parts = []
+    """What it took ProxProp's soonest solver to reach the loss BackProp ends at; None without both to compare.
+
+    The loss BackProp ends at is that of its worst seed at its best learning rate, so that every seed reaches it.
+    """
+    parts, fewer = [], []
     for name, backprop, others in _contests(task):
-        target = backprop.final("loss", backprop.best_rate).mean
-        before, clock = (reach(backprop.best, target, key) for key in ("epoch", "seconds"))
+        target = max(_last_loss(record) for record in backprop.best)
+        if not math.isfinite(target):
+            parts.append(f"BackProp diverged at every learning rate with {name}")
+            continue
+        before, clock = (reach(backprop.best, target, key) or math.nan for key in ("epoch", "seconds"))
         reached = [
             (epochs, arm) for arm in others if (epochs := reach(arm.best, target, "epoch")) is not None
         ]
-        if before is None:
-            parts.append(f"with {name} BackProp never settled")
-        elif not reached:
-            parts.append(f"with {name} no ProxProp solver reached it")
-        else:
-            soonest, arm = min(reached, key=lambda pair: pair[0])
-            seconds = reach(arm.best, target, "seconds")
-            time = f", {seconds / clock:.2g}× its time" if seconds and clock else ""
-            parts.append(f"with {name} {arm.name} took {soonest:g} epochs instead of {before:g}{time}")
-    return f"To reach BackProp's best final training loss: {'; '.join(parts)}." if parts else None
+        if not reached:
+            parts.append(f"no solver got there with {name}")
+            fewer.append(False)
+            continue
+        soonest, arm = min(reached, key=lambda pair: pair[0])
+        fewer.append(soonest < before)
+        seconds = reach(arm.best, target, "seconds") or math.nan
+        time = f" ({seconds / clock:.2g}× the time)" if math.isfinite(seconds / clock) else ""
+        parts.append(f"{arm.name} took {soonest:g} epochs instead of {before:g} with {name}{time}")
+    return f"{_verdict(fewer)} To get to the loss BackProp ends at: {'; '.join(parts)}." if parts else None
+
+
+def _verdict(fewer: list[bool]) -> str:
+    if not fewer:
+        return "There was nothing to catch up with."
+    if all(fewer):
+        return "ProxProp needed fewer epochs than BackProp."
+    return (
+        "ProxProp needed fewer epochs with some optimizers only."
+        if any(fewer)
+        else "ProxProp saved no epochs here."
+    )
+
+
+def _last_loss(record: Record) -> float:
+    loss = record.last["loss"]
+    return math.inf if loss is None else float(loss)
 
 
 def findings(task: Task) -> list[str]:
     """A sentence on each question; none where there is nothing to compare."""
     questions: list[tuple[str, Callable[[Task, Arm, list[Arm]], str | None]]] = [
-        ("Choice of learning rate", _robustness),
-        ("Training loss", _losses),
-        ("Test accuracy", _accuracies),
-        ("Time per step", _costs),
+        (
+            f"Learning rates that end within {100 * CLOSE:.0f} points of the best validation accuracy",
+            _robustness,
+        ),
+        ("Final training loss, each at its best learning rate", _losses),
+        ("Test accuracy at that learning rate", _accuracies),
+        ("Time per step, measured", _costs),
     ]
     sentences = []
     for title, answer in questions:
         parts = [(name, answer(task, backprop, others)) for name, backprop, others in _contests(task)]
-        told = [f"with {name}, {part}" for name, part in parts if part]
+        told = [f"{name} – {part}" for name, part in parts if part]
         if told:
             sentences.append(f"{title}: {'; '.join(told)}.")
     return sentences
@@ -60,16 +87,14 @@ def _robustness(task: Task, backprop: Arm, others: list[Arm]) -> str | None:
     if len(backprop.rates) < 3:
         return None
     counts = [f"{arm.name} {len(usable_rates(task, arm))} of {len(arm.rates)}" for arm in (backprop, *others)]
-    return f"rates ending within {100 * CLOSE:.0f} points of the best validation accuracy are " + ", ".join(
-        counts
-    )
+    return ", ".join(counts)
 
 
 def _losses(task: Task, backprop: Arm, others: list[Arm]) -> str | None:
     """Where each ends at its own best learning rate."""
     ends = [(arm.name, arm.final("loss", arm.best_rate).mean) for arm in (backprop, *others)]
     return ", ".join(
-        f"{name} ends at {loss:.2g}" if math.isfinite(loss) else f"{name} diverged" for name, loss in ends
+        f"{name} {loss:.2g}" if math.isfinite(loss) else f"{name} diverged" for name, loss in ends
     )
 
 

@@ -44,16 +44,15 @@ def compare(
     out: options.Out = Path("out/compare"),
     download: options.Download = False,
 ) -> None:
-    """Train BackProp and ProxProp side by side over a range of learning rates, and write a report.
+    """Train BackProp and ProxProp side by side.
 
-    By default on the digits inside scikit-learn, about a minute on two cores. Finished runs are not run again.
+    Every solver with every optimizer over the same learning rates and seeds; one HTML report of it all. By default
+    on the digits inside scikit-learn, about a minute on two cores. Finished runs are not run again.
 
+    \b
     Examples:
-
         proxprop compare
-
         proxprop compare --solvers backprop,cg:1,cg:3,cg:10 --optimizers sgd,adamw,muon --seeds 5
-
         proxprop compare --data cifar10 --download --model convnet --device cuda --epochs 20 --out out/cifar
     """
     workers = jobs if jobs is not None else (min(2, os.cpu_count() or 1) if device in (None, "cpu") else 1)

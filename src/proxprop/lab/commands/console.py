@@ -19,7 +19,7 @@ def show(table: Table, title: str) -> None:
 
     drawn = Drawn(title=Text(title), title_justify="left", title_style="bold", header_style="bold")
     for index, column in enumerate(table.columns):
-        drawn.add_column(Text(column), justify="left" if index == 0 else "right")
+        drawn.add_column(Text(column), justify="left" if index == 0 or index in table.words else "right")
     for row in table.rows:
         drawn.add_row(*(Text(cell) for cell in row))
     width = None if sys.stdout.isatty() else 140

@@ -23,10 +23,12 @@ EXTRAS = {"tensorboard": "tensorboard"}
 
 
 def doctor() -> None:
-    """Look at what is installed, which devices and datasets are there, and say what to do about what is missing.
+    """Say what is there and what is missing.
 
+    Packages, devices, datasets, and what to do about each that is not there.
+
+    \b
     Example:
-
         proxprop doctor
     """
     advice: list[str] = []
@@ -35,7 +37,7 @@ def doctor() -> None:
         ["Python", platform.python_version()],
     ]
     rows += [["torch", torch.__version__], *_packages(advice), *_devices(advice), *_datasets(advice)]
-    show(Table(["what", "found"], rows), "What this machine has")
+    show(Table(["what", "found"], rows, frozenset({1})), "What this machine has")
     for line in advice:
         say(f"• {line}")
     missing = [name for name in NEEDED if _version(name) is None]

@@ -12,15 +12,17 @@ from proxprop.lab.data.download import download
 from proxprop.lab.data.load import NAMES
 from proxprop.lab.refusal import Refused
 
-Data = Annotated[str | None, typer.Option(help=f"{', '.join(NAMES)}, or your own .npz or .safetensors.")]
+Data = Annotated[
+    str | None, typer.Option(help=f"{', '.join(NAMES)}, or your own .npz or .safetensors [digits].")
+]
 DataDir = Annotated[
     str | None, typer.Option(help=f"Folder with the dataset; else ${folders.VARIABLE}, ./data, the cache.")
 ]
-Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:N or mps [cpu].")]
 Download = Annotated[
     bool, typer.Option("--download", help="Fetch the dataset if it is not there (checked by SHA-256).")
 ]
-Epochs = Annotated[int | None, typer.Option(help="Passes over the training samples.")]
+Epochs = Annotated[int | None, typer.Option(help="Passes over the training samples [10].")]
 Seeds = Annotated[int, typer.Option(min=1, help="Seeds per run; the tables then show a spread.")]
 Out = Annotated[Path, typer.Option(help="Folder for runs and report.")]
 

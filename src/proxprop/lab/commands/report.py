@@ -19,12 +19,13 @@ def report(
     title: Annotated[str, typer.Option(help="The page's title.")] = "Runs compared",
     formats: Annotated[str, typer.Option(help="Figures by themselves too: png, svg, pdf.")] = "png",
 ) -> None:
-    """Draw figures and write a report from records; nothing is trained and no dataset is needed.
+    """Draw figures and a report from records.
 
+    Nothing is trained and no dataset is needed.
+
+    \b
     Examples:
-
         proxprop report runs --out out/report
-
         proxprop report out/compare/runs runs/mine --out out/both --formats pdf,svg
     """
     chosen = [one_of("format", name, ("png", "svg", "pdf")) for name in formats.split(",") if name]

@@ -42,16 +42,15 @@ def reproduce(
     out: options.Out = Path("out/reproduce"),
     download: options.Download = False,
 ) -> None:
-    """Run the paper's experiments on CIFAR-10 and draw them over the paper's own curves.
+    """Run the paper's experiments on CIFAR-10.
 
-    Finished runs are not run again, so the command can be stopped and given again at any time.
+    The report draws the paper's own curves behind yours. Finished runs are not run again, so the command can be
+    stopped and given again at any time.
 
+    \b
     Examples:
-
         proxprop reproduce fig1 --download
-
         proxprop reproduce table1 --device cuda --seeds 3
-
         proxprop reproduce all --quick
     """
     given = {

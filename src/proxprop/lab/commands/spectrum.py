@@ -27,12 +27,13 @@ def spectrum(
     out: Annotated[Path, typer.Option(help="Where to put the plot.")] = Path("out/spectrum.png"),
     download: options.Download = False,
 ) -> None:
-    """Show the eigenvalues of XᵀX, where the rows of X are a dataset's inputs, and what 1/τ_θ does to them.
+    """Show how ill-conditioned a dataset is.
 
+    The eigenvalues of XᵀX, where the rows of X are the inputs (Section 4.1 of the paper), and what 1/τ_θ does to them.
+
+    \b
     Examples:
-
         proxprop spectrum
-
         proxprop spectrum --data cifar10 --samples 10000 --out out/cifar-spectrum.png
     """
     config = options.config_from(None, {"data": data, "data_dir": data_dir, "tau_theta": tau_theta})
@@ -55,7 +56,7 @@ def spectrum(
         ["eigenvalues that are 0", str(len(found.eigenvalues) - len(above))],
         ["condition of I/τ_θ + XᵀX", f"{(1 / tau_theta + high) / (1 / tau_theta + max(low, 0.0)):.3g}"],
     ]
-    show(Table(["inputs of", config.data], rows), "Spectrum of XᵀX")
+    show(Table(["inputs of", config.data], rows, frozenset({1})), "Spectrum of XᵀX")
     if config.data in PAPER:
         say(PAPER[config.data])
     figure = figures.spectrum(found.eigenvalues.tolist(), f"{config.data}: {X.shape[0]} samples", tau_theta)

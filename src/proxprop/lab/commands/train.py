@@ -22,44 +22,55 @@ SETTINGS = {setting.name for setting in fields(Config)}
 def train(
     data: options.Data = None,
     data_dir: options.DataDir = None,
-    model: Annotated[str | None, typer.Option(help=f"{', '.join(MODELS)}.")] = None,
-    hidden: Annotated[str | None, typer.Option(help="Hidden widths of the mlp, like 4000,1000,4000.")] = None,
-    optimizer: Annotated[
-        str | None, typer.Option(help=f"{', '.join(OPTIMIZERS)} (sgd is Nesterov's).")
+    model: Annotated[str | None, typer.Option(help=f"{', '.join(MODELS)} [mlp].")] = None,
+    hidden: Annotated[
+        str | None, typer.Option(help="Hidden widths of the mlp [4000,1000,4000; digits: 256,128,256].")
     ] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate; by default the paper's.")] = None,
-    momentum: Annotated[float | None, typer.Option(help="Of sgd and muon.")] = None,
-    solver: Annotated[str | None, typer.Option(help="backprop, cg:K (K iterations) or exact.")] = None,
-    tau_theta: Annotated[float | None, typer.Option(help="Proximal step size τ_θ.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Samples per step.")] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help=f"{', '.join(OPTIMIZERS)} (sgd is Nesterov's) [sgd].")
+    ] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Learning rate [sgd: 0.05 with backprop, else 1; others: 0.001].")
+    ] = None,
+    momentum: Annotated[float | None, typer.Option(help="Of sgd and muon [0.95].")] = None,
+    solver: Annotated[
+        str | None, typer.Option(help="backprop, cg:K (K iterations) or exact [backprop].")
+    ] = None,
+    tau_theta: Annotated[float | None, typer.Option(help="Proximal step size τ_θ [1].")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples per step [500; digits: 100].")] = None,
     epochs: options.Epochs = None,
-    seed: Annotated[int | None, typer.Option(help="Of initialisation and sample order.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of initialisation and sample order [0].")] = None,
     device: options.Device = None,
-    precision: Annotated[str | None, typer.Option(help=f"{', '.join(PRECISIONS)}.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
-    validation: Annotated[int | None, typer.Option(help="Training samples held out.")] = None,
-    log_steps: Annotated[int | None, typer.Option(help="Also write the loss every so many steps.")] = None,
+    precision: Annotated[str | None, typer.Option(help=f"{', '.join(PRECISIONS)} [fp32].")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads [torch's own number].")] = None,
+    validation: Annotated[
+        int | None, typer.Option(help="Training samples held out [5000; digits: 200].")
+    ] = None,
+    log_steps: Annotated[
+        int | None, typer.Option(help="Also write the loss every so many steps [0: never].")
+    ] = None,
     observe: Annotated[
         bool | None, typer.Option(help="Measure the angle to the gradient each epoch.")
     ] = None,
-    checkpoint_seconds: Annotated[float | None, typer.Option(help="Least time between checkpoints.")] = None,
+    checkpoint_seconds: Annotated[
+        float | None, typer.Option(help="Least time between two checkpoints [30].")
+    ] = None,
     save_weights: Annotated[bool | None, typer.Option(help="Keep the final weights.")] = None,
     tensorboard: Annotated[bool | None, typer.Option(help="Also write TensorBoard events.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with any of these settings.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder; by default runs/<what it is>.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder [runs/NAME-OF-THE-RUN].")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     download: options.Download = False,
 ) -> None:
     """Train one run and record it.
 
+    Kill it at any moment: --resume goes on from the last checkpoint. Ctrl-C stops after the current step.
+
+    \b
     Examples:
-
         proxprop train --solver cg:3
-
         proxprop train --data cifar10 --download --model mlp --solver cg:3 --tau-theta 0.05 --lr 1 --epochs 50
-
         proxprop train --data cifar10 --model convnet --optimizer adam --solver exact --device cuda --out runs/conv
-
         proxprop train --out runs/conv --resume
     """
     everything = dict(locals())

@@ -7,6 +7,7 @@ from proxprop.lab import paper
 from proxprop.lab.analysis import Arm, Task
 from proxprop.lab.figures.style import label, look, styled
 
+OFF_SCALE = 1000.0  # A finite loss beyond this is as lost as an infinite one, and would flatten the rest.
 KEYS = (("loss", "final full-batch training loss"), ("validation_accuracy", "final validation accuracy"))
 
 
@@ -28,7 +29,7 @@ def robustness(task: Task, optimizer: str) -> Any:
         for ax, (key, title) in zip(axes, KEYS, strict=True):
             ax.set_xscale("log")
             for index, arm in enumerate(task.of(optimizer)):
-                _draw(ax, arm, key, label(arm, task.tau_thetas()), look(arm, index))
+                _draw(ax, arm, key, label(arm, task.tau_thetas()), look(arm, index), 0.985 - 0.045 * index)
             ax.set_xlabel("learning rate")
             ax.set_title(title)
         axes[0].set_yscale("log")
@@ -39,19 +40,17 @@ def robustness(task: Task, optimizer: str) -> Any:
     return figure
 
 
-def _draw(ax: Any, arm: Arm, key: str, name: str, style: dict[str, Any]) -> None:
-    numbers = {rate: arm.final(key, rate) for rate in arm.rates}
-    fine = [rate for rate, number in numbers.items() if math.isfinite(number.mean)]
-    ends = [[float(r.last[key]) for r in arm.rates[rate]] for rate in fine]
-    means = [numbers[rate].mean for rate in fine]
-    errors = [
-        [mean - min(values) for mean, values in zip(means, ends, strict=True)],
-        [max(values) - mean for mean, values in zip(means, ends, strict=True)],
-    ]
-    ax.errorbar(fine, means, yerr=errors, label=name, capsize=2.5, elinewidth=1, **style)
-    lost = [rate for rate in numbers if rate not in fine]
-    top = ax.get_xaxis_transform()
-    ax.plot(lost, [0.985] * len(lost), "x", color=style["color"], markersize=7, transform=top, clip_on=False)
+def _draw(ax: Any, arm: Arm, key: str, name: str, style: dict[str, Any], top: float) -> None:
+    kept = [rate for rate in arm.rates if arm.final("loss", rate).mean <= OFF_SCALE]
+    ends = [[float(record.last[key]) for record in arm.rates[rate]] for rate in kept]
+    means = [arm.final(key, rate).mean for rate in kept]
+    below = [mean - min(values) for mean, values in zip(means, ends, strict=True)]
+    above = [max(values) - mean for mean, values in zip(means, ends, strict=True)]
+    ax.errorbar(kept, means, yerr=[below, above], label=name, capsize=2.5, elinewidth=1, **style)
+    lost = [rate for rate in arm.rates if rate not in kept]
+    if lost:
+        ax.plot(lost, [top] * len(lost), "x", color=style["color"], markersize=7, markeredgewidth=1.8,
+                transform=ax.get_xaxis_transform(), clip_on=False)  # fmt: skip
     if key == "loss":
         _behind(ax, arm, style)
 

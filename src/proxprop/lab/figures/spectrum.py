@@ -28,9 +28,13 @@ def spectrum(eigenvalues: Sequence[float], title: str, tau_theta: float = 1.0) -
         figure = Figure(figsize=(8, 4.2), layout="constrained")
         ax = figure.subplots()
         rank = np.arange(1, len(values) + 1)
-        ax.loglog(rank, positive, color="#0072B2", label="eigenvalues of XᵀX")
+        ax.loglog(rank, positive, color="#0072B2", label=r"eigenvalues of $X^\top X$")
         ax.loglog(
-            rank, shifted, color="#D55E00", linestyle="--", label=f"of I/τ_θ + XᵀX, τ_θ = {tau_theta:g}"
+            rank,
+            shifted,
+            color="#D55E00",
+            linestyle="--",
+            label=rf"of $I/\tau_\theta + X^\top X$, $\tau_\theta$ = {tau_theta:g}",
         )
         ax.axhline(1 / tau_theta, color=FAINT, linewidth=0.8, linestyle=":")
         ax.set_xlabel("rank")

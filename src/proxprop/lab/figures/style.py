@@ -56,6 +56,6 @@ def look(arm: Arm, index: int = 0) -> dict[str, Any]:
 
 def label(arm: Arm, taus: list[float], rate: bool = False) -> str:
     """The arm's name in a legend, with τ_θ where several occur and with its learning rate where asked for."""
-    tau = f", τ_θ={arm.tau_theta:g}" if arm.tau_theta is not None and len(taus) > 1 else ""
+    tau = rf", $\tau_\theta$={arm.tau_theta:g}" if arm.tau_theta is not None and len(taus) > 1 else ""
     lr = f" (lr {arm.best_rate:g}{tau})" if rate else (f" ({tau[2:]})" if tau else "")
     return arm.name + lr

@@ -1,20 +1,20 @@
 """The parts of a report, each a function from a task to HTML."""
 
+import math
 from collections.abc import Iterator, Sequence
-from html import escape
 
-from proxprop.lab import figures
+from proxprop.lab import figures, paper
 from proxprop.lab.analysis import CLOSE, OPTIMIZER_NAMES, Task
 from proxprop.lab.config import command
 from proxprop.lab.findings import findings, headline
 from proxprop.lab.records import Record
 from proxprop.lab.report import html
-from proxprop.lab.report.tables import Table, final_table, layer_table, rate_table
+from proxprop.lab.report.tables import Table, final_table, layer_table, rate_table, reckoned
 
 
 def task_sections(task: Task, salt: str) -> str:
     """Everything about one task."""
-    parts = [f'<p class="task">{escape(task.title)}</p>', html.paragraph(_lead(task), "lead")]
+    parts = [f'<p class="task">{html.escaped(task.title)}</p>', html.paragraph(_lead(task), "lead")]
     parts += [html.findings_box(headline(task), findings(task)), *_final(task), *_curves(task, salt)]
     parts += [*_robustness(task, salt), *_angles(task, salt), *_layers(task)]
     return "\n".join(parts)
@@ -45,9 +45,10 @@ def _curves(task: Task, salt: str) -> Iterator[str]:
         yield html.heading(OPTIMIZER_NAMES.get(optimizer, optimizer), 3)
         caption = (
             "Mean over seeds, shaded from the lowest to the highest seed; evaluation is not counted as training time. "
-            "The dotted line marks where the fastest method had finished. "
-            "A wide pale line is the paper's own curve, where there is one."
+            "The dotted line marks where the fastest method had finished."
         )
+        if any(paper.curve(arm.best[0].config, "loss", "epoch") for arm in task.of(optimizer)):
+            caption += " A wide pale line is the paper's own curve."
         yield html.figure(figures.curves(task, optimizer), caption, f"{salt}-curves-{optimizer}")
 
 
@@ -60,7 +61,7 @@ def _robustness(task: Task, salt: str) -> Iterator[str]:
         yield html.heading(OPTIMIZER_NAMES.get(optimizer, optimizer), 3)
         caption = (
             "The same learning rates for every method. Bars reach from the lowest to the highest seed; "
-            "× at the top marks a learning rate at which at least one seed diverged."
+            "× at the top marks a learning rate at which a seed diverged or ended at a loss beyond 1000."
         )
         yield html.figure(figures.robustness(task, optimizer), caption, f"{salt}-rates-{optimizer}")
         yield html.table(rate_table(task, optimizer))
@@ -83,19 +84,30 @@ def _angles(task: Task, salt: str) -> Iterator[str]:
 
 
 def _layers(task: Task) -> Iterator[str]:
-    seen: set[str] = set()
-    arms = [arm for arm in task.arms if arm.solver != "backprop" and arm.best[0].layers]
+    arms = {arm.solver: arm for arm in task.arms if arm.solver != "backprop" and arm.best[0].layers}
     if arms:
         yield html.heading("What is solved where, and what it costs")
         yield html.paragraph(
-            "The plan of the library for this batch size. Extra FLOPs are reckoned, relative to BackProp's own work "
-            "for the layer; the measured time per step stands in the first table."
+            "The plan of the library for this batch size, with the extra work and memory it reckons with beside "
+            "BackProp's own work for the layer. Time also goes into everything that is not arithmetic, which weighs "
+            "most where layers are small; so what a whole step took stands beside it, as measured."
         )
-    for arm in arms:
-        if arm.solver not in seen:
-            seen.add(arm.solver)
-            yield html.heading(arm.name, 3)
-            yield html.table(layer_table(arm))
+    for solver, arm in arms.items():
+        yield html.heading(arm.name, 3)
+        yield html.table(layer_table(arm))
+        yield html.paragraph(_overhead(task, solver, reckoned(arm)))
+
+
+def _overhead(task: Task, solver: str, share: float) -> str:
+    ratios = []
+    for arm in task.arms:
+        base = task.backprop(arm.optimizer)
+        if arm.solver == solver and base is not None and math.isfinite(arm.ms_per_step / base.ms_per_step):
+            ratio = arm.ms_per_step / base.ms_per_step
+            ratios.append(f"{ratio:.2f}× with {OPTIMIZER_NAMES.get(arm.optimizer, arm.optimizer)}")
+    measured = f" A whole step took, measured beside BackProp's, {', '.join(ratios)}." if ratios else ""
+    reckoning = f"Converted layers together: +{share:.0%} FLOPs, reckoned." if math.isfinite(share) else ""
+    return reckoning + measured
 
 
 def rerun_section(records: Sequence[Record], rerun: str | None) -> str:
@@ -104,7 +116,7 @@ def rerun_section(records: Sequence[Record], rerun: str | None) -> str:
     if rerun:
         parts.append(html.code(rerun))
     environments = _environments(records)
-    parts.append(html.table(Table(["environment", ""], environments)))
+    parts.append(html.table(Table(["environment", ""], environments, frozenset({1}))))
     commands = "\n".join(command(r.config, str(r.folder)) for r in records)
     runs = [[r.folder.name, r.status, str(r.last["epoch"])] for r in records]
     parts.append(html.folded("Every run by itself", html.code(commands)))

@@ -10,10 +10,11 @@ from proxprop.lab.analysis import Arm, Number, Task, usable_rates
 
 @dataclass(frozen=True)
 class Table:
-    """Column names and rows of text; the first column reads left to right, the others are numbers."""
+    """Column names and rows of text. The first column and those in `words` read from the left, numbers do not."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    words: frozenset[int] = frozenset()
 
 
 def final_table(task: Task) -> Table:
@@ -36,7 +37,7 @@ def _final_row(task: Task, arm: Arm, taus: bool) -> list[str]:
     rate, base = arm.best_rate, task.backprop(arm.optimizer)
     ratio = arm.ms_per_step / base.ms_per_step if base else math.nan
     name = arm.full_name + (f" τ_θ={arm.tau_theta:g}" if taus and arm.tau_theta is not None else "")
-    accuracies = ("train_accuracy", "validation_accuracy", "test_accuracy")
+    accuracies = ("validation_accuracy", "test_accuracy")
     return [
         name,
         f"{rate:g}",
@@ -79,7 +80,14 @@ def layer_table(arm: Arm) -> Table:
         what = layer["space"] + " space" if layer["space"] in ("sample", "feature") else layer["space"]
         shown = what or layer["reason"] or layer["status"]
         rows.append([f"{layer['name']} ({layer['kind']})", f"{layer['parameters']:,}", shown, share, memory])
-    return Table(["layer", "parameters", "solved in", "extra FLOPs", "extra memory"], rows)
+    return Table(["layer", "parameters", "solved in", "extra FLOPs", "extra memory"], rows, frozenset({2}))
+
+
+def reckoned(arm: Arm) -> float:
+    """Extra FLOPs of all converted layers together, relative to BackProp's own for them; NaN where nothing is known."""
+    known = [layer for layer in arm.best[0].layers if layer["backprop_flops"]]
+    plain = sum(layer["backprop_flops"] for layer in known)
+    return sum(layer["flops"] for layer in known) / plain if plain else math.nan
 
 
 def loss_text(number: Number, spread: bool = True) -> str:
