@@ -73,26 +73,29 @@ SOLVER_SPACES: list[tuple[Solver, str]] = [
 by_name = {"ids": lambda value: getattr(value, "name", None) or str(value)}
 
 
-def design_matrix(layer: nn.Module, input: Tensor, trained: list[str]) -> Tensor:
+def design_matrix(layer: nn.Module, arguments: tuple[Tensor, ...], trained: list[str]) -> Tensor:
     """The matrix of `parameters -> output`, all trained parameters stacked, by unit vectors through torch's forward."""
     sizes = {name: parameter.shape for name, parameter in layer.named_parameters()}
     columns = []
     for name in trained:
         for index in range(sizes[name].numel()):
-            units = {other: torch.zeros(shape, dtype=input.dtype) for other, shape in sizes.items()}
+            units = {other: torch.zeros(shape, dtype=torch.float64) for other, shape in sizes.items()}
             units[name].view(-1)[index] = 1.0
-            columns.append(torch.func.functional_call(layer, units, (input,)).detach().flatten())
+            columns.append(torch.func.functional_call(layer, units, arguments).detach().flatten())
     return torch.stack(columns, dim=1)
 
 
-def blocks(layer: nn.Module, trained: list[str]) -> list[Tensor]:
+Owners = Callable[[str, Tensor], Tensor]
+
+
+def leading(name: str, parameter: Tensor) -> Tensor:
+    """The output that each number of a parameter belongs to, where outputs come first."""
+    return torch.arange(len(parameter)).repeat_interleave(parameter[0].numel())
+
+
+def blocks(layer: nn.Module, trained: list[str], owners: Owners) -> list[Tensor]:
     """For every output, where its parameters stand in the stacked vector: each is a system of its own."""
-    owners = []
-    for name in trained:
-        parameter = layer.get_parameter(name)
-        outputs = torch.arange(len(parameter)).repeat_interleave(parameter[0].numel())
-        owners.append(outputs)
-    owner = torch.cat(owners)
+    owner = torch.cat([owners(name, layer.get_parameter(name)) for name in trained])
     return [torch.nonzero(owner == output).flatten() for output in range(int(owner.max()) + 1)]
 
 
@@ -112,20 +115,26 @@ def textbook_cg(M: Tensor, b: Tensor, iterations: int) -> Tensor:
 
 
 def oracle(
-    layer: nn.Module, input: Tensor, G: Tensor, solver: Solver, tau_theta: float, scaling: str = "paper"
+    layer: nn.Module,
+    input: Tensor | tuple[Tensor, ...],
+    G: Tensor,
+    solver: Solver,
+    tau_theta: float,
+    scaling: str = "paper",
+    owners: Owners = leading,
 ) -> dict[str, Tensor]:
     """The direction of every trained parameter of a plain layer, computed without the package."""
     trained = [name for name, parameter in layer.named_parameters() if parameter.requires_grad]
-    A = design_matrix(layer, input, trained)
-    samples = G.numel() / (G.shape[-1] if isinstance(layer, nn.Linear) else layer.out_channels)
-    damping = 1 / tau_theta if scaling == "paper" else samples / tau_theta
+    A = design_matrix(layer, input if isinstance(input, tuple) else (input,), trained)
+    outputs = blocks(layer, trained, owners)
+    damping = 1 / tau_theta if scaling == "paper" else G.numel() / len(outputs) / tau_theta
     M = A.T @ A + damping * torch.eye(A.shape[1], dtype=A.dtype)
     b = A.T @ G.flatten()
     if isinstance(solver, Exact):
         stacked = torch.linalg.solve(M, b)
     elif solver.per_output:
         stacked = torch.zeros_like(b)
-        for block in blocks(layer, trained):
+        for block in outputs:
             stacked[block] = textbook_cg(M[block][:, block], b[block], solver.iterations)
     else:
         stacked = textbook_cg(M, b, solver.iterations)
@@ -135,6 +144,7 @@ def oracle(
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:
+    value, expected = value.detach(), expected.detach()
     size = expected.norm()
     return float((value - expected).norm() / (size if size > 0 else 1.0))
 

@@ -70,7 +70,7 @@ def test_summary_shows_every_module_with_parameters() -> None:
     assert sum(row.parameters for row in summary.rows) == sum(p.numel() for p in model.parameters())
     reasons = [row.reason for row in summary.rows]
     assert reasons[0] == ""
-    assert "BatchNorm2d is not converted by default" in reasons[1]
+    assert "BatchNorm2d is converted when asked for" in reasons[1]
     assert "left out of convert" in reasons[2]
     assert "frozen" in reasons[3]
     assert "the last layer" in reasons[4]

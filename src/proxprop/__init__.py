@@ -6,10 +6,11 @@ After `loss.backward()` every converted layer's `.grad` holds the proximal direc
 
 from proxprop import diagnostics, nn
 from proxprop.convert import convert, revert
+from proxprop.nn import register
 from proxprop.settings import Settings
 from proxprop.solve import CG, Exact
 from proxprop.summary import summary
 
 __version__ = "0.1.0"
 
-__all__ = ["CG", "Exact", "Settings", "convert", "diagnostics", "nn", "revert", "summary"]
+__all__ = ["CG", "Exact", "Settings", "convert", "diagnostics", "nn", "register", "revert", "summary"]

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -9,17 +10,23 @@ import torch
 from torch import Tensor
 
 from proxprop.settings import Settings
-from proxprop.solve import FEATURE, SAMPLE, Plan, plan
+from proxprop.solve import DIAGONAL, FEATURE, SAMPLE, Plan, plan
 from proxprop.transfer import Parameters, Transfer
+
+Shapes = Sequence[torch.Size | None]
 
 
 class Build(Protocol):
-    """Makes the transfer of one call from the saved inputs; `shapes` holds None for an untrained parameter."""
+    """Makes the transfer of one call."""
 
-    def __call__(
-        self, inputs: Sequence[Tensor], output_shape: torch.Size, shapes: Sequence[torch.Size | None]
-    ) -> Transfer:
-        """Return the transfer."""
+    def __call__(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> Transfer:
+        """Return the transfer.
+
+        Args:
+            inputs: the tensors that were saved, floating ones in the precision to solve in.
+            like: a tensor of the output's shape in that precision.
+            shapes: the parameters' shapes, None for one that is not trained.
+        """
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class Failures:
 
     def note(self, failed: Tensor | None) -> None:
         """Look at the outcome of one solve."""
-        if failed is None or self.warned or torch.compiler.is_compiling():
+        if failed is None or self.warned or failed.is_meta or torch.compiler.is_compiling():
             return
         if failed.device.type != "cuda":
             self._warn_if(bool(failed.any()))
@@ -92,6 +99,20 @@ class Call:
     observer: Observer | None
     inputs: int
 
+    def transfer(self, saved: Sequence[Tensor], output: Tensor, shapes: Shapes) -> tuple[Transfer, Tensor]:
+        """The transfer of this call and `output` (or its gradient), in float64 where anything is, else float32."""
+        wide = any(tensor.dtype == torch.float64 for tensor in (output, *saved))
+        dtype = torch.float64 if wide else torch.float32
+        inputs = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in saved]
+        output = output.to(dtype)
+        return self.build(inputs, output, shapes), output
+
+    def plan(self, inputs: Sequence[Tensor], output: Tensor, parameters: Sequence[Tensor | None]) -> Plan:
+        """What backward will do for this call."""
+        shapes = [p.shape if p is not None and p.requires_grad else None for p in parameters]
+        transfer, _ = self.transfer([tensor.detach() for tensor in inputs], output.detach(), shapes)
+        return plan(transfer.sizes, self.settings.solver, self.settings.space, transfer.spaces)
+
 
 def solve(transfer: Transfer, G: Tensor, settings: Settings) -> Direction:
     """Solve one layer's system: `D = (λI + AᵀA)⁻¹AᵀG` in the planned space.
@@ -110,6 +131,8 @@ def solve(transfer: Transfer, G: Tensor, settings: Settings) -> Direction:
     solver = settings.solver
     if samples == 0 or transfer.sizes.features == 0:
         return Direction(transfer.gradient(G), chosen, None)
+    if chosen.space == DIAGONAL:
+        return Direction(transfer.divide(G, damping, factor), chosen, None)
     if chosen.space == SAMPLE:
         U, failed = solver.samples(transfer.kernel(), transfer.to_samples(G), damping)
         return Direction(transfer.gradient(transfer.from_samples(U * factor)), chosen, failed)
@@ -147,24 +170,45 @@ class Proximal(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
                 f"{ctx.call.failures.layer}: a proximal direction can't be differentiated again, but "
-                "create_graph=True asks for it. Use proxprop.revert(model) for gradient penalties and Hessians"
+                "create_graph=True, or torch.func, asks for it. Use proxprop.revert(model) for gradient "
+                "penalties and Hessians, and torch.autograd.grad with torch.func.functional_call for a direction"
             )
         call: Call = ctx.call
         trained = ctx.needs_input_grad[2 + call.inputs :]
-        with torch.no_grad(), torch.autocast(G.device.type, enabled=False):
-            dtype = _solve_dtype(G, *ctx.saved_tensors)
-            inputs = tuple(t.to(dtype) if t.is_floating_point() else t for t in ctx.saved_tensors)
-            shapes = tuple(p[0] if t else None for p, t in zip(ctx.parameters, trained, strict=True))
-            transfer = call.build(inputs, G.shape, shapes)
-            direction = solve(transfer, G.to(dtype), call.settings)
+        with torch.no_grad(), _no_autocast(G.device.type):
+            shapes = [p[0] if t else None for p, t in zip(ctx.parameters, trained, strict=True)]
+            transfer, precise = call.transfer(ctx.saved_tensors, G, shapes)
+            direction = solve(transfer, precise, call.settings)
             call.failures.note(direction.failed)
             if call.observer is not None:
-                call.observer(transfer, G.to(dtype), direction, call.settings)
+                call.observer(transfer, precise, direction, call.settings)
             D = [
                 d.to(p[1]) if d is not None else None
                 for d, p in zip(direction.parameters, ctx.parameters, strict=True)
             ]
         return (G, None, *[None] * call.inputs, *D)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Refused: a direction is not a derivative."""
+        raise RuntimeError(
+            f"{ctx.call.failures.layer}: forward-mode derivatives of a proximal layer are not supported. "
+            "Use proxprop.revert(model); under torch.no_grad() they work"
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, output: Tensor, call: Call, *tensors: Tensor | None) -> Any:
+        """Refused: a direction belongs to a whole batch."""
+        raise RuntimeError(
+            f"{call.failures.layer}: vmap would split a batch whose direction is that of all its samples. "
+            "Use proxprop.revert(model) for per-sample gradients; under torch.no_grad() vmap works"
+        )
+
+
+def _no_autocast(device: str) -> Any:
+    """Autocast off, on the devices that have it."""
+    available = torch.amp.is_autocast_available(device)
+    return torch.autocast(device, enabled=False) if available else nullcontext()
 
 
 def attach_direction(
@@ -180,9 +224,3 @@ def attach_direction(
     """
     result: Tensor = Proximal.apply(output, call, *[t.detach() for t in inputs], *parameters)
     return result
-
-
-def _solve_dtype(*tensors: Tensor) -> torch.dtype:
-    """float64 where anything is, else float32."""
-    wide = any(t.dtype == torch.float64 for t in tensors)
-    return torch.float64 if wide else torch.float32

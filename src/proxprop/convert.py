@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
-from proxprop.nn import TABLE, ProximalLayer, proximal_class
+from proxprop.nn import TABLE, ProximalLayer, default_kinds, proximal_class
+from proxprop.nn.layer import check_real
 from proxprop.settings import Scaling, Settings
 from proxprop.solve import CG, Solver
 
@@ -22,7 +24,7 @@ def convert(
     space: str | None = None,
     exclude: Sequence[str] = (),
     include_last: bool = False,
-    kinds: Iterable[type[nn.Module]] = tuple(TABLE),
+    kinds: Iterable[type[nn.Module]] | Literal["all"] | None = None,
 ) -> Model:
     """Make the model's layers proximal, in place, by swapping their classes.
 
@@ -38,8 +40,11 @@ def convert(
             names of the layer, of the modules around it and of its parameters.
         include_last: also convert the last linear or convolutional layer, which the paper keeps explicit.
             Last is meant in the order of `model.named_modules()`.
-        kinds: classes to convert, by default those of `proxprop.nn`. Any other class is solved matrix-free
-            through autograd; its output must be one tensor, linear in its parameters.
+        kinds: classes to convert. None: linear and convolutional layers, attention's projections and what was
+            registered, because the paper's argument is about their Gram matrices. "all": every class that
+            `proxprop.nn` knows, also embeddings and the scale and shift of normalisations. Or a list of
+            classes; one that `proxprop.nn` does not know is solved matrix-free through autograd, and its
+            output must be one tensor, linear in its parameters.
 
     Returns:
         The same model.
@@ -64,12 +69,13 @@ def convert(
         (name, module)
         for name, module in model.named_modules()
         if plain_class(module) in kinds and module is not last and module not in excluded
-        if "forward" not in vars(module)
+        if not refusal(module)
     ]
     if not selected:
-        raise ValueError(_nothing_to_convert(model, kinds, last, excluded))
-    for kind in {plain_class(module) for _, module in selected}:
-        proximal_class(kind).check(settings)
+        raise ValueError(_nothing_to_convert(model, kinds, last))
+    for name, module in selected:
+        proximal_class(plain_class(module)).check(settings)
+        check_real(module, name or type(module).__name__)
     for name, module in selected:
         module.__class__ = proximal_class(plain_class(module))
         assert isinstance(module, ProximalLayer)
@@ -97,14 +103,31 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     return module.plain if isinstance(module, ProximalLayer) else type(module)
 
 
+LAZY = "the shape of its lazy layers is not known yet: run the model once, then convert"
+QUANTIZED = "quantisation-aware layers round their weight, so their output is not linear in it"
+
+
+def quantized(kind: type) -> bool:
+    """Whether a class is one of torch's quantisation-aware ones."""
+    return kind.__module__.startswith(("torch.ao.", "torchao."))
+
+
+def refusal(module: nn.Module) -> str:
+    """Why a module can't be converted although its class can; empty if it can."""
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    kind = plain_class(module)
+    return TABLE[kind].refusal(module) if kind in TABLE else ""
+
+
 def owns_parameters(module: nn.Module) -> bool:
     """Whether the module itself, not one inside it, has parameters."""
     return next(module.parameters(recurse=False), None) is not None
 
 
 def last_layer(model: nn.Module, kinds: Iterable[type[nn.Module]] = ()) -> nn.Module | None:
-    """The last module that is linear, convolutional or one of `kinds`, in the order of `named_modules`."""
-    candidates = {*TABLE, *kinds}
+    """The last module that is a matrix product or an unknown one of `kinds`, in the order of `named_modules`."""
+    candidates = {*default_kinds(), *(kind for kind in kinds if kind not in TABLE)}
     layers = [module for module in model.modules() if plain_class(module) in candidates]
     return layers[-1] if layers else None
 
@@ -115,11 +138,21 @@ def check_module(model: object, caller: str) -> None:
         raise TypeError(f"{caller} should be given a torch.nn.Module but was given {type(model).__name__}")
 
 
-def _check_kinds(kinds: Iterable[type[nn.Module]]) -> tuple[type[nn.Module], ...]:
+def _check_kinds(kinds: Iterable[type[nn.Module]] | str | None) -> tuple[type[nn.Module], ...]:
+    if kinds is None:
+        return default_kinds()
+    if kinds == "all":
+        return tuple(TABLE)
+    if isinstance(kinds, str):
+        raise ValueError(f'kinds should be "all", a list of module classes or None but is {kinds!r}')
     kinds = tuple(kinds)
     for kind in kinds:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
             raise TypeError(f"kinds should hold module classes such as nn.Linear but holds {kind!r}")
+        if quantized(kind):
+            raise ValueError(
+                f"kinds holds {kind.__module__}.{kind.__name__}, which is quantized: {QUANTIZED}"
+            )
     return kinds
 
 
@@ -135,7 +168,8 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> set[nn.Module]:
             if fnmatchcase(name, pattern) or _names_a_parameter(name, module, pattern)
         ]
         if not named:
-            names = ", ".join(name for name, module in model.named_modules() if plain_class(module) in TABLE)
+            kinds = default_kinds()
+            names = ", ".join(name for name, module in model.named_modules() if plain_class(module) in kinds)
             raise ValueError(f"exclude pattern {pattern!r} matches no module; there are: {names or 'none'}")
         found.update(inner for module in named for inner in module.modules())
     return found
@@ -146,12 +180,12 @@ def _names_a_parameter(name: str, module: nn.Module, pattern: str) -> bool:
     return any(fnmatchcase(prefix + own, pattern) for own, _ in module.named_parameters(recurse=False))
 
 
-def _nothing_to_convert(
-    model: nn.Module, kinds: Sequence[type], last: nn.Module | None, excluded: set[nn.Module]
-) -> str:
+def _nothing_to_convert(model: nn.Module, kinds: Sequence[type], last: nn.Module | None) -> str:
     """Say why nothing was selected and what to do."""
     wanted = ", ".join(kind.__name__ for kind in kinds)
     left = [module for module in model.modules() if plain_class(module) in kinds]
+    if any(isinstance(module, LazyModuleMixin) for module in model.modules()):
+        return f"the model has nothing to convert yet: {LAZY}"
     if not left:
         present = sorted({type(module).__name__ for module in model.modules() if owns_parameters(module)})
         return (
@@ -161,5 +195,5 @@ def _nothing_to_convert(
         )
     if left == [last]:
         return f"the model's only {wanted} is its last layer, which stays explicit: pass include_last=True"
-    reasons = "exclude names them" if excluded else "their forward was replaced on the instance"
-    return f"nothing is left to convert: of {len(left)} layers ({wanted}) none remains, because {reasons}"
+    reasons = {refusal(module) for module in left} - {""} or {"exclude names them"}
+    return f"nothing is left to convert: none of {len(left)} layers ({wanted}), because {'; '.join(reasons)}"

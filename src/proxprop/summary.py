@@ -5,11 +5,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
 
-from proxprop.convert import check_module, last_layer, owns_parameters, plain_class
-from proxprop.nn import TABLE, ProximalLayer
-from proxprop.solve import Plan, plan
+from proxprop.convert import (
+    LAZY,
+    QUANTIZED,
+    check_module,
+    last_layer,
+    owns_parameters,
+    plain_class,
+    quantized,
+    refusal,
+)
+from proxprop.nn import TABLE, ProximalLayer, default_kinds
+from proxprop.solve import Plan
 
 
 @dataclass(frozen=True)
@@ -23,6 +34,7 @@ class LayerSummary:
         status: "converted" or "explicit".
         reason: why it stays explicit; empty where it is converted.
         plan: how its system is solved; None for an explicit layer or one the example did not reach.
+        calls: how many systems it sets up in a forward pass.
     """
 
     name: str
@@ -31,6 +43,7 @@ class LayerSummary:
     status: str
     reason: str
     plan: Plan | None
+    calls: int
 
 
 @dataclass(frozen=True)
@@ -42,7 +55,7 @@ class Summary:
     @property
     def flops(self) -> float:
         """FLOPs beyond BackProp's, all layers together."""
-        return sum(row.plan.flops for row in self.rows if row.plan)
+        return sum(row.calls * row.plan.flops for row in self.rows if row.plan)
 
     def __str__(self) -> str:
         header = ("layer", "kind", "parameters", "solved in", "extra FLOPs", "extra memory", "why")
@@ -59,7 +72,7 @@ class Summary:
         trained = sum(row.parameters for row in self.rows)
         share = sum(row.parameters for row in converted) / trained if trained else 0.0
         yield f"{len(converted)} of {len(self.rows)} modules converted, {share:.1%} of {trained:,} parameters"
-        plain = sum(row.plan.backprop_flops for row in converted if row.plan)
+        plain = sum(row.calls * row.plan.backprop_flops for row in converted if row.plan)
         if plain:
             yield f"extra FLOPs: {self.flops:.3g}, {self.flops / plain:.2f}x BackProp's for the converted layers"
 
@@ -84,8 +97,8 @@ def _memory(size: float) -> str:
 def summary(model: nn.Module, example: Any) -> Summary:
     """Show what happens to every module that owns parameters: converted and how, or explicit and why.
 
-    The model is run once on the example, in evaluation mode and without gradients; its state and the random
-    state are left as they were.
+    The model is run once on the example, in evaluation mode; nothing is solved, and its state, its gradients
+    and the random state are left as they were.
 
     Args:
         model: a model, converted or not.
@@ -115,15 +128,19 @@ def summary(model: nn.Module, example: Any) -> Summary:
     )
 
 
-def _row(name: str, module: nn.Module, last: nn.Module | None, plans: dict[nn.Module, Plan]) -> LayerSummary:
-    converted = isinstance(module, ProximalLayer)
+def _row(
+    name: str, module: nn.Module, last: nn.Module | None, plans: dict[nn.Module, list[Plan]]
+) -> LayerSummary:
+    found = plans.get(module, [])
+    converted = isinstance(module, ProximalLayer) or bool(found)
     return LayerSummary(
         name=name,
         kind=plain_class(module).__name__,
         parameters=sum(p.numel() for p in module.parameters(recurse=False)),
         status="converted" if converted else "explicit",
-        reason=_reason(module, last, reached=module in plans),
-        plan=plans.get(module),
+        reason=_reason(module, last, reached=bool(found)),
+        plan=found[0] if found else None,
+        calls=len(found),
     )
 
 
@@ -131,35 +148,58 @@ def _reason(module: nn.Module, last: nn.Module | None, reached: bool) -> str:
     """Why a module is explicit; for a converted one, what is worth knowing."""
     if not any(p.requires_grad for p in module.parameters(recurse=False)):
         return "frozen: nothing to solve"
+    if reached:
+        return "" if isinstance(module, ProximalLayer) else "solved by the module around it"
     if isinstance(module, ProximalLayer):
-        return "" if reached else "the example did not reach it"
-    if type(module) not in TABLE:
-        return f"{type(module).__name__} is not converted by default; see kinds"
+        return "the example did not reach it"
     if module is last:
         return "the last layer: explicit in the paper; include_last=True converts it"
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance"
-    return "left out of convert"
+    kind = type(module)
+    if is_parametrized(module):
+        return (
+            "its parameters are computed by a parametrization, and no layer is linear in what computes them"
+        )
+    if isinstance(module, LazyModuleMixin):
+        return LAZY
+    if kind not in TABLE:
+        return _unknown_kind(kind)
+    if why := refusal(module):
+        return why
+    return (
+        "left out of convert"
+        if kind in default_kinds()
+        else f"{kind.__name__} is converted when asked for; see kinds"
+    )
 
 
-def _plans(model: nn.Module, example: Any) -> dict[nn.Module, Plan]:
-    """Run the model once and plan each proximal layer's system from the shapes it sees."""
-    plans: dict[nn.Module, Plan] = {}
+def _unknown_kind(kind: type[nn.Module]) -> str:
+    if issubclass(kind, nn.RNNBase | nn.RNNCellBase):
+        return "recurrent: its output is not linear in its weights"
+    if quantized(kind):
+        return QUANTIZED
+    base = next((known for known in kind.__mro__ if known in TABLE), None)
+    if base is not None:
+        return f"a subclass of {base.__name__} with a forward of its own; see kinds and proxprop.register"
+    return "not a kind proxprop knows; see kinds and proxprop.register"
 
-    def look(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        assert isinstance(layer, ProximalLayer)
-        if any(p.requires_grad for p in layer.parameters()):
-            plans[layer] = plan(layer.sizes(inputs, output), layer.solver, layer.space, layer.spaces)
+
+def _plans(model: nn.Module, example: Any) -> dict[nn.Module, list[Plan]]:
+    """Run the model once and take down the plan of every system it sets up, by the module that owns it."""
+    plans: dict[nn.Module, list[Plan]] = {}
+
+    def take_down(owner: nn.Module, plan: Plan) -> None:
+        plans.setdefault(owner, []).append(plan)
 
     layers = [module for module in model.modules() if isinstance(module, ProximalLayer)]
-    handles = [layer.register_forward_hook(look) for layer in layers]
     modes = {module: module.training for module in model.modules()}
     try:
-        with torch.no_grad(), torch.random.fork_rng():
+        for layer in layers:
+            layer._planned = take_down
+        with torch.enable_grad(), torch.random.fork_rng():
             _call(model.eval(), example)
     finally:
-        for handle in handles:
-            handle.remove()
+        for layer in layers:
+            layer._planned = None
         for module, training in modes.items():
             module.training = training
     return plans

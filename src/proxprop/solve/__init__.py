@@ -14,10 +14,11 @@ Shapes, everywhere in this package:
 from proxprop.solve.cg import CG
 from proxprop.solve.exact import Exact
 from proxprop.solve.plan import Plan, plan
-from proxprop.solve.solver import FEATURE, MATRIX_FREE, SAMPLE, SPACES, Sizes, Solution, Solver
+from proxprop.solve.solver import DIAGONAL, FEATURE, MATRIX_FREE, SAMPLE, SPACES, Sizes, Solution, Solver
 
 __all__ = [
     "CG",
+    "DIAGONAL",
     "FEATURE",
     "MATRIX_FREE",
     "SAMPLE",

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from proxprop.solve.solver import FEATURE, MATRIX_FREE, SAMPLE, SPACES, Sizes, Solver
+from proxprop.solve.solver import DIAGONAL, FEATURE, MATRIX_FREE, SAMPLE, SPACES, Sizes, Solver
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Plan:
     """A choice of space and what it rests on.
 
     Attributes:
-        space: where the system is solved: "sample", "feature" or "matrix_free".
+        space: where the system is solved: "sample", "feature", "matrix_free", or "diagonal" in closed form.
         sizes: the system's sizes.
         costs: cost of every space the solver can work in.
         pinned: whether the user chose, rather than the cost model.
@@ -49,7 +49,7 @@ class Plan:
         return int(4 * self.costs[self.space].numbers)
 
     def __str__(self) -> str:
-        how = "pinned" if self.pinned else "fewest FLOPs"
+        how = "pinned" if self.pinned else "closed form" if self.space == DIAGONAL else "fewest FLOPs"
         ranked = sorted(self.costs.items(), key=lambda item: item[1].flops)
         costs = ", ".join(f"{space} {cost.ratio(self.sizes):.3g}x" for space, cost in ranked)
         return f"{self.space} ({how}; beyond BackProp: {costs})"
@@ -76,12 +76,12 @@ def plan(sizes: Sizes, solver: Solver, space: str | None = None, available: tupl
         sample (fewest FLOPs; beyond BackProp: sample 0.204x, matrix_free 2x, feature 6.4x)
     """
     spaces = possible_spaces(solver, space, available)
-    costs = {name: _cost(sizes, solver, name) for name in solver.spaces if name in available}
+    costs = {name: _cost(sizes, solver, name) for name in available if name in (*solver.spaces, DIAGONAL)}
     cheapest = spaces[0]
     for name in spaces[1:]:  # a loop, because torch.compile does not trace `min(..., key=...)`
         if costs[name].flops < costs[cheapest].flops:
             cheapest = name
-    return Plan(cheapest, sizes, costs, pinned=space is not None)
+    return Plan(cheapest, sizes, costs, pinned=cheapest == space)
 
 
 def possible_spaces(
@@ -94,6 +94,8 @@ def possible_spaces(
     """
     if space is not None and space not in SPACES:
         raise ValueError(f"space should be one of {', '.join(SPACES)} or None (choose) but is {space!r}")
+    if DIAGONAL in available:
+        return (DIAGONAL,)
     wanted = solver.spaces if space is None else (space,)
     common = tuple(name for name in wanted if name in solver.spaces and name in available)
     if not common:
@@ -108,6 +110,8 @@ def possible_spaces(
 def _cost(sizes: Sizes, solver: Solver, space: str) -> Cost:
     """FLOPs and numbers stored beyond BackProp's: the Gram matrix, and about four arrays of the unknowns."""
     groups, samples, features, outputs = sizes
+    if space == DIAGONAL:
+        return Cost(groups * (samples + features * outputs), groups * features)
     gram, numbers = {
         SAMPLE: (2.0 * samples**2 * features, samples**2 + 4.0 * samples * outputs),
         FEATURE: (2.0 * samples * features**2, features**2 + 4.0 * features * outputs),

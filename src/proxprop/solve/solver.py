@@ -8,6 +8,8 @@ from torch import Tensor
 
 SAMPLE, FEATURE, MATRIX_FREE = "sample", "feature", "matrix_free"
 SPACES = (SAMPLE, FEATURE, MATRIX_FREE)
+DIAGONAL = "diagonal"
+"""Where S is diagonal, as for an embedding, every solver's answer is the exact one, entry by entry."""
 
 
 class Sizes(NamedTuple):

@@ -43,10 +43,10 @@ class Affine(Transfer):
     def to_features(self, parameters: Parameters) -> Tensor:
         """Weight rows as columns, the bias as the last feature."""
         weight, bias = parameters
-        groups, _, features, outputs = self.sizes
+        groups, _, _, outputs = self.sizes
         blocks = []
         if weight is not None:
-            blocks.append(weight.reshape(groups, outputs, features - self.bias).mT)
+            blocks.append(self._columns(weight))
         if bias is not None:
             blocks.append(bias.reshape(groups, 1, outputs))
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-2)
@@ -54,9 +54,19 @@ class Affine(Transfer):
     def from_features(self, V: Tensor) -> Parameters:
         """The inverse of `to_features`; views of V where possible."""
         inputs = V.shape[-2] - self.bias
-        weight = V[:, :inputs].mT.reshape(self.weight_shape) if self.weight_shape else None
+        weight = self._weight(V[:, :inputs]) if self.weight_shape else None
         bias = V[:, inputs].reshape(-1) if self.bias else None
         return weight, bias
+
+    def _columns(self, weight: Tensor) -> Tensor:
+        """A weight in its own layout as `[groups, features, outputs]`."""
+        groups, _, features, outputs = self.sizes
+        return weight.reshape(groups, outputs, features - self.bias).mT
+
+    def _weight(self, columns: Tensor) -> Tensor:
+        """The inverse of `_columns`."""
+        assert self.weight_shape is not None
+        return columns.mT.reshape(self.weight_shape)
 
     def _border(self, S: Tensor, sums: Tensor) -> Tensor:
         """S of the input rows, with the row and column that the ones add."""

@@ -42,6 +42,11 @@ class ConvGeometry:
         return functional.pad(input, last_dimension_first, self.mode)
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """The padding before each dimension, which is the padding after it where `pads_by_kernel`."""
+        return tuple(before for before, _ in self.padding)
+
+    @property
     def pads_by_kernel(self) -> bool:
         """Whether the convolution kernel itself can pad: zeros, as many before as after."""
         return self.mode == "constant" and all(before == after for before, after in self.padding)
@@ -83,7 +88,7 @@ class ConvTransfer(Affine):
         """The unfolded patches `[groups, batch·positions, channels/groups·kernel]`."""
         if self.weight_shape is None:
             return self.batched.new_empty(self.sizes.groups, self.sizes.samples, 0)
-        return self._unfold(self.geometry.pad(self.batched))
+        return self._unfold(self._padded())
 
     def gram(self) -> Tensor:
         """`S = AᵀA`, summed over blocks of images so that few patches exist at a time."""
@@ -139,7 +144,7 @@ class ConvTransfer(Affine):
     def _kernel_input(self) -> tuple[Tensor, tuple[int, ...]]:
         """What to hand to a convolution kernel: the input and the padding it should add itself."""
         if self.geometry.pads_by_kernel:
-            return self.batched, tuple(before for before, _ in self.geometry.padding)
+            return self.batched, self.geometry.widths
         return self.geometry.pad(self.batched), (0,) * self.dimensions
 
     def _blocks(self) -> Iterator[Tensor]:
@@ -148,10 +153,18 @@ class ConvTransfer(Affine):
             self.sizes.groups * self.sizes.samples * self.sizes.features // len(self.batched)
         )
         images = max(1, BLOCK // max(1, patches_of_one_image))
-        for block in self.geometry.pad(self.batched).split(images):
+        for block in self._padded().split(images):
             yield self._unfold(block)
 
+    def _padded(self) -> Tensor:
+        """What patches are cut from."""
+        return self.geometry.pad(self.batched)
+
     def _unfold(self, padded: Tensor) -> Tensor:
+        """Patches of a padded input at the convolution's stride."""
+        return self._patches(padded, self.geometry.stride)
+
+    def _patches(self, padded: Tensor, stride: tuple[int, ...], reverse: bool = False) -> Tensor:
         """Patches of a padded input `[batch, channels, *space]`, by strided views and one copy.
 
         Views `[batch, channels, *positions, *kernel]`; a copy `[groups, batch·positions, features]`.
@@ -159,7 +172,9 @@ class ConvTransfer(Affine):
         g, d = self.geometry, self.dimensions
         for axis in range(d):
             reach = g.dilation[axis] * (g.kernel[axis] - 1) + 1
-            padded = padded.unfold(2 + axis, reach, g.stride[axis])[..., :: g.dilation[axis]]
+            padded = padded.unfold(2 + axis, reach, stride[axis])[..., :: g.dilation[axis]]
+        if reverse:
+            padded = padded.flip(list(range(2 + d, 2 + 2 * d)))
         patches: Tensor = padded.unflatten(1, (g.groups, -1))
         positions, kernel = range(3, 3 + d), range(3 + d, 3 + 2 * d)
         patches = patches.permute(1, 0, *positions, 2, *kernel)

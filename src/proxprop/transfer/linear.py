@@ -17,14 +17,21 @@ class LinearTransfer(Affine):
         output_shape: shape of the layer's output, `[*, outputs]`.
         weight_shape: `[outputs, features]`, or None where the weight is not trained.
         bias: whether there is a bias to train.
+        transposed: whether the weight is stored as `[features, outputs]` instead.
     """
 
     def __init__(
-        self, input: Tensor, output_shape: torch.Size, weight_shape: torch.Size | None, bias: bool
+        self,
+        input: Tensor,
+        output_shape: torch.Size,
+        weight_shape: torch.Size | None,
+        bias: bool,
+        transposed: bool = False,
     ) -> None:
         super().__init__(weight_shape, bias)
         self.input = input.reshape(-1, input.shape[-1])
         self.output_shape = output_shape
+        self.transposed = transposed
         inputs = input.shape[-1] if weight_shape else 0
         self.sizes = Sizes(1, self.input.shape[0], inputs + bias, output_shape[-1])
 
@@ -38,12 +45,15 @@ class LinearTransfer(Affine):
         if weight is None:
             assert bias is not None
             return bias.expand(self.output_shape)
+        weight = weight.mT if self.transposed else weight
         return functional.linear(self.input, weight, bias).view(self.output_shape)
 
     def gradient(self, G: Tensor) -> Parameters:
         """`GᵀX` and the column sums of G."""
         G = G.reshape(-1, G.shape[-1])
-        weight = G.mT @ self.input if self.weight_shape else None
+        weight = None
+        if self.weight_shape is not None:
+            weight = self.input.mT @ G if self.transposed else G.mT @ self.input
         return weight, G.sum(0) if self.bias else None
 
     def to_samples(self, G: Tensor) -> Tensor:
@@ -53,3 +63,9 @@ class LinearTransfer(Affine):
     def from_samples(self, U: Tensor) -> Tensor:
         """Leading dimensions restored."""
         return U.view(self.output_shape)
+
+    def _columns(self, weight: Tensor) -> Tensor:
+        return weight[None] if self.transposed else super()._columns(weight)
+
+    def _weight(self, columns: Tensor) -> Tensor:
+        return columns[0] if self.transposed else super()._weight(columns)

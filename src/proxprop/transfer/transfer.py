@@ -53,6 +53,10 @@ class Transfer(ABC):
         """`S = AᵀA [groups, features, features]`, freshly made."""
         raise NotImplementedError(f"{type(self).__name__} has no feature space")
 
+    def divide(self, G: Tensor, damping: float, factor: float) -> Parameters:
+        """`factor·(λI + S)⁻¹AᵀG` where S is diagonal."""
+        raise NotImplementedError(f"{type(self).__name__} has no diagonal S")
+
     def normal(self, V: Tensor) -> Tensor:
         """`AᵀAV` through φ and φ*, without forming A."""
         return self.to_features(self.gradient(self.output(self.from_features(V))))

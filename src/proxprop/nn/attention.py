@@ -1,0 +1,138 @@
+"""Multi-head attention: its input and output projections are linear layers."""
+
+from collections.abc import Iterator
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from proxprop.nn.layer import ProximalLayer, as_kernels_see, detached
+from proxprop.nn.linear import linear_transfer
+
+
+class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` whose projections receive their proximal directions.
+
+    Each projection of each distinct input is a system of its own: one for self-attention's packed
+    `in_proj_weight`, one a slice where query, key and value differ, and one for `out_proj`.
+    """
+
+    plain = nn.MultiheadAttention
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention as torch's forward defines it; torch's own where there is nothing to train."""
+        arguments = (
+            query,
+            key,
+            value,
+            key_padding_mask,
+            need_weights,
+            attn_mask,
+            average_attn_weights,
+            is_causal,
+        )
+        if not self._trains():
+            return super().forward(*arguments)
+        if is_causal and attn_mask is None:
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+        batched = query.dim() == 3
+        q, k, v = (self._heads(x, batched) for x in self._project(query, key, value))
+        if not batched and key_padding_mask is not None:
+            key_padding_mask = key_padding_mask[None]
+        mask = self._merged_mask(q, k, key_padding_mask, attn_mask)
+        dropout = self.dropout if self.training else 0.0
+        if need_weights:
+            scores = (q * sqrt(1.0 / self.head_dim)) @ k.mT
+            weights = functional.softmax(scores if mask is None else scores + mask, dim=-1)
+            weights = functional.dropout(weights, dropout)
+            mixed = weights @ v
+        else:
+            mixed = functional.scaled_dot_product_attention(q, k, v, mask, dropout)
+        output = self._project_out(self._joined(mixed, batched))
+        if not need_weights:
+            return output, None
+        weights = weights.mean(dim=1) if average_attn_weights else weights
+        return output, weights if batched else weights[0]
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[Tensor]:
+        """Query, key and value projected; one product for as many as share input and weight."""
+        if not self._qkv_same_embed_dim:
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            for x, weight, bias in zip((query, key, value), weights, biases, strict=True):
+                yield self._linear(x, weight, bias)
+            return
+        if query is key and key is value:
+            yield from self._linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
+            return
+        sizes, inputs = ([1, 2], (query, key)) if key is value else ([1, 1, 1], (query, key, value))
+        rows = [size * self.embed_dim for size in sizes]
+        biases = [None] * len(rows) if self.in_proj_bias is None else self.in_proj_bias.split(rows)
+        for x, weight, bias, size in zip(inputs, self.in_proj_weight.split(rows), biases, sizes, strict=True):
+            yield from self._linear(x, weight, bias).chunk(size, dim=-1)
+
+    def _project_out(self, mixed: Tensor) -> Tensor:
+        return self._linear(mixed, self.out_proj.weight, self.out_proj.bias, owner=self.out_proj)
+
+    def _linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, owner: nn.Module | None = None
+    ) -> Tensor:
+        """`x Wᵀ + b` with the direction attached."""
+        x = as_kernels_see(x)
+        output = functional.linear(x, *detached(weight, bias))
+        return self._attach(output, linear_transfer, (x,), (weight, bias), owner)
+
+    def _heads(self, x: Tensor, batched: bool) -> Tensor:
+        """A projected input as `[batch, heads, length, head_dim]`."""
+        if not batched:
+            x = x[None]
+        elif not self.batch_first:
+            x = x.transpose(0, 1)
+        return x.view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+
+    def _joined(self, mixed: Tensor, batched: bool) -> Tensor:
+        """The inverse of `_heads`."""
+        x = mixed.transpose(1, 2).flatten(-2)
+        if not batched:
+            return x[0]
+        return x if self.batch_first else x.transpose(0, 1)
+
+    def _merged_mask(
+        self, q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None
+    ) -> Tensor | None:
+        """Both masks as one to be added to the scores `[batch, heads, length, source]`."""
+        merged = None
+        if mask is not None:
+            merged = _additive(mask, q.dtype)
+            if merged.dim() == 3:
+                merged = merged.view(q.shape[0], self.num_heads, q.shape[2], k.shape[2])
+        if padding is not None:
+            padding = _additive(padding, q.dtype)[:, None, None, :]
+            merged = padding if merged is None else merged + padding
+        return merged
+
+    @classmethod
+    def refusal(cls, module: Any) -> str:
+        """Two rarely used options are left to torch."""
+        if module.bias_k is not None or module.add_zero_attn:
+            return "add_bias_kv and add_zero_attn are not supported"
+        return ""
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask (True: not allowed) as zeros and minus infinities."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))

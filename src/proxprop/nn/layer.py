@@ -1,0 +1,198 @@
+"""What all proximal layers share: their settings, and how a direction is attached to an output."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from proxprop.backward import Build, Call, Failures, Observer, attach_direction
+from proxprop.settings import Scaling, Settings
+from proxprop.solve import CG, SPACES, Plan, Solver
+from proxprop.solve.plan import possible_spaces
+
+Planned = Callable[[nn.Module, Plan], None]
+"""Is told the module that owns the parameters of each system a forward pass sets up, and its plan."""
+
+
+def _setting(name: str) -> Any:
+    """A property that reads one setting, and checks what is written to it."""
+
+    def read(layer: "ProximalLayer") -> Any:
+        return getattr(layer._settings, name)
+
+    def write(layer: "ProximalLayer", value: Any) -> None:
+        settings = replace(layer._settings, **{name: value})
+        layer.check(settings)
+        layer._settings = settings
+
+    return property(read, write, doc=f"`{name}` of `proxprop.Settings`; what is written to it is checked.")
+
+
+class ProximalLayer(nn.Module):
+    """A layer with torch's own forward, whose parameters receive their proximal direction in backward.
+
+    A subclass names in `plain` the class it stands for and in `spaces` where its system can be solved.
+
+    Args:
+        *args, **kwargs: as for the plain class.
+        solver, tau_theta, scaling, space: see `proxprop.Settings`.
+    """
+
+    plain: ClassVar[type[nn.Module]]
+    spaces: ClassVar[tuple[str, ...]] = SPACES
+
+    _settings: Settings
+    _failures: Failures
+    _observer: Observer | None
+    _planned: Planned | None
+
+    solver = _setting("solver")
+    tau_theta = _setting("tau_theta")
+    scaling = _setting("scaling")
+    space = _setting("space")
+
+    def __init__(
+        self,
+        *args: Any,
+        solver: Solver = CG(),
+        tau_theta: float = 1.0,
+        scaling: Scaling = "paper",
+        space: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        settings = Settings(solver, tau_theta, scaling, space)
+        self.check(settings)
+        super().__init__(*args, **kwargs)
+        check_real(self, self.plain.__name__)
+        if reason := self.refusal(self):
+            raise ValueError(f"{self.plain.__name__} can't be proximal: {reason}")
+        self._adopt(settings, f"{self.plain.__name__}({super().extra_repr()})")
+
+    @classmethod
+    def check(cls, settings: Settings) -> None:
+        """Raise ValueError unless a layer of this class can be solved with these settings."""
+        try:
+            possible_spaces(settings.solver, settings.space, cls.spaces)
+        except ValueError as error:
+            raise ValueError(f"{cls.plain.__name__}: {error}") from None
+
+    @classmethod
+    def refusal(cls, module: Any) -> str:
+        """Why this module of the plain class can't be converted; empty if it can."""
+        return ""
+
+    def _adopt(self, settings: Settings, name: str) -> None:
+        """Take on settings; `name` is how messages call this layer."""
+        self._settings, self._failures = settings, Failures(name)
+        self._observer = self._planned = None
+
+    def _abandon(self) -> None:
+        """Become the plain class again, without what `_adopt` set."""
+        for name in ("_settings", "_failures", "_observer", "_planned", "_checked"):
+            vars(self).pop(name, None)
+        self.__class__ = self.plain  # type: ignore[assignment]
+
+    def _trains(self) -> bool:
+        """Whether this call needs a direction: gradients are on and there is something to train."""
+        return torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+
+    def _attach(
+        self,
+        output: Tensor,
+        build: Build,
+        inputs: Sequence[Tensor],
+        parameters: Sequence[Tensor | None],
+        owner: nn.Module | None = None,
+    ) -> Tensor:
+        """Return the output with the direction of `parameters` attached.
+
+        Args:
+            output: computed from detached parameters.
+            build: makes the transfer of this call.
+            inputs: the tensors that backward needs, as the kernels saw them.
+            parameters: None for one that the layer does not have.
+            owner: the module they belong to, where it is not this one.
+        """
+        if not any(p is not None and p.requires_grad for p in parameters):
+            return output
+        _check_dense(self._failures.layer, inputs)
+        check_real(self, self._failures.layer)
+        call = Call(build, self._settings, self._failures, self._observer, len(inputs))
+        if self._planned is not None:
+            self._planned(owner or self, call.plan(inputs, output, parameters))
+        return attach_direction(output, call, inputs, parameters)
+
+    def extra_repr(self) -> str:
+        """The plain layer's line, and the settings that are not the default."""
+        shown = [f"solver={self.solver}", f"tau_theta={self.tau_theta:g}"]
+        if self.scaling != "paper":
+            shown.append(f"scaling={self.scaling!r}")
+        if self.space is not None:
+            shown.append(f"space={self.space!r}")
+        return ", ".join(filter(None, [super().extra_repr(), *shown]))
+
+
+class MixedLayer(ProximalLayer):
+    """Base of mix-ins for classes that are not known ahead; `mixed` makes the class for one of them."""
+
+    mixin: ClassVar[type["MixedLayer"]]
+    options: ClassVar[dict[str, Any]]
+
+    @classmethod
+    def mixed(cls, plain: type[nn.Module], **options: Any) -> type["MixedLayer"]:
+        """The class that mixes `cls` into `plain`, with class attributes `options`; the same one every time."""
+        key = (cls, plain, *options.items())
+        if key not in _mixed:
+            attributes = {"plain": plain, "mixin": cls, "options": options, **options}
+            _mixed[key] = type(f"Proximal{plain.__name__}", (cls, plain), attributes)
+        return _mixed[key]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle by what it was mixed from: the mixed class itself has no importable name."""
+        state = cast(tuple[Any, ...], super().__reduce_ex__(2))[2]
+        return _remake, (self.mixin, self.plain, self.options), state
+
+
+_mixed: dict[tuple[Any, ...], type[MixedLayer]] = {}
+
+
+def _remake(mixin: type[MixedLayer], plain: type[nn.Module], options: dict[str, Any]) -> nn.Module:
+    kind = mixin.mixed(plain, **options)
+    return kind.__new__(kind)
+
+
+def detached(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The parameters as constants, so that torch's backward computes no gradient for them."""
+    return weight.detach(), bias.detach() if bias is not None else None
+
+
+def check_real(layer: nn.Module, name: str) -> None:
+    """Raise TypeError if the layer has complex parameters."""
+    for key, parameter in layer.named_parameters(recurse=False):
+        if parameter.is_complex():
+            raise TypeError(
+                f"{name}: {key} should be real (float16, bfloat16, float32 or float64) but is "
+                f"{str(parameter.dtype).removeprefix('torch.')}; leave the layer out with exclude=[...]"
+            )
+
+
+def _check_dense(name: str, inputs: Sequence[Tensor]) -> None:
+    for tensor in inputs:
+        if tensor.layout != torch.strided:
+            raise TypeError(
+                f"{name}: input should be dense but is {tensor.layout}; hand it over as input.to_dense(), or as a "
+                "padded tensor, or leave the layer out with exclude=[...]"
+            )
+
+
+def as_kernels_see(input: Any) -> Any:
+    """The input as autocast will hand it to the kernel of a matrix product."""
+    if not isinstance(input, Tensor):
+        return input  # torch's own kernel says what is wrong
+    device = input.device.type
+    castable = input.is_floating_point() and input.dtype != torch.float64
+    if castable and torch.is_autocast_enabled(device):
+        return input.to(torch.get_autocast_dtype(device))
+    return input

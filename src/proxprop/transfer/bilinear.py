@@ -1,0 +1,73 @@
+"""Bilinear layers: a row is the outer product of two inputs."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from proxprop.solve import Sizes
+from proxprop.transfer.affine import Affine
+from proxprop.transfer.transfer import Parameters
+
+
+class BilinearTransfer(Affine):
+    """`Y[:, o] = xᵀ W[o] y + b[o]` for every pair of rows x, y.
+
+    Args:
+        left: `[*, features1]`, in the precision to solve in.
+        right: `[*, features2]`, likewise.
+        output_shape: `[*, outputs]`.
+        weight_shape: `[outputs, features1, features2]`, or None where the weight is not trained.
+        bias: whether there is a bias to train.
+    """
+
+    def __init__(
+        self,
+        left: Tensor,
+        right: Tensor,
+        output_shape: torch.Size,
+        weight_shape: torch.Size | None,
+        bias: bool,
+    ) -> None:
+        super().__init__(weight_shape, bias)
+        self.left = left.reshape(-1, left.shape[-1])
+        self.right = right.reshape(-1, right.shape[-1])
+        self.output_shape = output_shape
+        inputs = left.shape[-1] * right.shape[-1] if weight_shape else 0
+        self.sizes = Sizes(1, len(self.left), inputs + bias, output_shape[-1])
+
+    def rows(self) -> Tensor:
+        """Outer products `[1, samples, features1·features2]`."""
+        if self.weight_shape is None:
+            return self.left[None, :, :0]
+        return (self.left[:, :, None] * self.right[:, None, :]).flatten(1)[None]
+
+    def kernel(self) -> Tensor:
+        """`K = (XXᵀ)∘(YYᵀ)`: products of inner products, without forming the rows."""
+        if self.weight_shape is None:
+            return super().kernel()
+        K = (self.left @ self.left.mT).mul_(self.right @ self.right.mT)[None]
+        return K.add_(1.0) if self.bias else K
+
+    def output(self, parameters: Parameters) -> Tensor:
+        """`xᵀ W y + b`."""
+        weight, bias = parameters
+        if weight is None:
+            assert bias is not None
+            return bias.expand(self.output_shape)
+        return functional.bilinear(self.left, self.right, weight, bias).view(self.output_shape)
+
+    def gradient(self, G: Tensor) -> Parameters:
+        """`Σ G[s, o]·x_s y_sᵀ` and the column sums of G."""
+        G = G.reshape(-1, G.shape[-1])
+        weight = None
+        if self.weight_shape is not None:
+            weight = torch.einsum("so,si,sj->oij", G, self.left, self.right)
+        return weight, G.sum(0) if self.bias else None
+
+    def to_samples(self, G: Tensor) -> Tensor:
+        """Leading dimensions flattened."""
+        return G.reshape(1, -1, G.shape[-1])
+
+    def from_samples(self, U: Tensor) -> Tensor:
+        """Leading dimensions restored."""
+        return U.view(self.output_shape)

@@ -1,0 +1,92 @@
+"""Transposed convolutions: a convolution of the input with zeros between its entries."""
+
+from math import prod
+
+from torch import Tensor
+from torch.nn import functional
+
+from proxprop.transfer.conv import WEIGHT_GRADIENT, ConvTransfer
+from proxprop.transfer.transfer import Parameters
+
+CONVOLVE_TRANSPOSED = {
+    1: functional.conv_transpose1d,
+    2: functional.conv_transpose2d,
+    3: functional.conv_transpose3d,
+}
+
+
+class ConvTransposeTransfer(ConvTransfer):
+    """`Y = conv_transpose(X, W) + b`.
+
+    Output position p sees input u through tap `i = p + padding − stride·u` (a multiple of the dilation), so the
+    patches are cut at stride 1 from the input spread out by the stride, with the taps in reverse order.
+
+    Args:
+        input, output_shape, bias, geometry: as for `ConvTransfer`.
+        weight_shape: `[channels, outputs, *kernel]`, or None where the weight is not trained.
+    """
+
+    def output(self, parameters: Parameters) -> Tensor:
+        """`conv_transpose(X, W) + b`."""
+        weight, bias = parameters
+        if weight is None:
+            return super().output(parameters)
+        g = self.geometry
+        Y = CONVOLVE_TRANSPOSED[self.dimensions](
+            self.batched, weight, bias, g.stride, g.widths, self._extra(), g.groups, g.dilation
+        )
+        return Y.view(self.output_shape)
+
+    def gradient(self, G: Tensor) -> Parameters:
+        """The weight gradient of the convolution that maps the output back to the input."""
+        G = G.reshape(self.batched_shape)
+        weight = bias = None
+        if self.weight_shape is not None:
+            g = self.geometry
+            weight = WEIGHT_GRADIENT[self.dimensions](
+                G, self.weight_shape, self.batched, g.stride, g.widths, g.dilation, g.groups
+            )
+        if self.bias:
+            bias = G.sum([0, *range(2, G.dim())])
+        return weight, bias
+
+    def _padded(self) -> Tensor:
+        """The input spread out by the stride, with the border that makes every output position a patch."""
+        g, space = self.geometry, self.batched.shape[2:]
+        spread = [(size - 1) * step + 1 for size, step in zip(space, g.stride, strict=True)]
+        result = self.batched.new_zeros(*self.batched.shape[:2], *spread)
+        entries = result
+        for axis, step in enumerate(g.stride):
+            entries = entries[(slice(None),) * (2 + axis) + (slice(None, None, step),)]
+        entries.copy_(self.batched)
+        borders = []
+        for axis in reversed(range(self.dimensions)):
+            reach = g.dilation[axis] * (g.kernel[axis] - 1)
+            before, after = (reach - width for width in g.padding[axis])
+            borders += [before, after + self._extra()[axis]]
+        return functional.pad(result, borders)
+
+    def _extra(self) -> list[int]:
+        """The output padding that the call took, read off its output's shape."""
+        g = self.geometry
+        inputs, outputs = self.batched.shape[2:], self.batched_shape[2:]
+        return [
+            outputs[i]
+            - ((inputs[i] - 1) * g.stride[i] - sum(g.padding[i]) + g.dilation[i] * (g.kernel[i] - 1) + 1)
+            for i in range(self.dimensions)
+        ]
+
+    def _unfold(self, padded: Tensor) -> Tensor:
+        """Patches at stride 1, taps reversed."""
+        return self._patches(padded, (1,) * self.dimensions, reverse=True)
+
+    def _columns(self, weight: Tensor) -> Tensor:
+        groups, _, _, outputs = self.sizes
+        split = weight.reshape(groups, -1, outputs, prod(self.geometry.kernel))
+        return split.transpose(2, 3).flatten(1, 2)
+
+    def _weight(self, columns: Tensor) -> Tensor:
+        assert self.weight_shape is not None
+        groups, _, _, outputs = self.sizes
+        split = columns.reshape(groups, -1, prod(self.geometry.kernel), outputs)
+        return split.transpose(2, 3).reshape(self.weight_shape)

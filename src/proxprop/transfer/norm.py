@@ -1,0 +1,77 @@
+"""Scale and shift after a normalisation: every channel is a group with two features and one output."""
+
+import torch
+from torch import Tensor
+
+from proxprop.solve import FEATURE, MATRIX_FREE, Sizes
+from proxprop.transfer.affine import Affine
+from proxprop.transfer.transfer import Parameters
+
+
+class NormTransfer(Affine):
+    """`Y = γ·X̂ + β`, channel by channel.
+
+    Args:
+        normalized: x̂, in the layer's layout and the precision to solve in.
+        axis: the axis that holds channels; None where γ has the shape of the last axes.
+        weight_shape: γ's shape, or None where it is not trained.
+        bias_shape: β's shape, or None where it is not trained or not there.
+    """
+
+    spaces = (FEATURE, MATRIX_FREE)
+
+    def __init__(
+        self,
+        normalized: Tensor,
+        axis: int | None,
+        weight_shape: torch.Size | None,
+        bias_shape: torch.Size | None,
+    ) -> None:
+        super().__init__(weight_shape, bias_shape is not None)
+        self.normalized = normalized
+        shape = weight_shape or bias_shape
+        assert shape is not None
+        trailing = normalized.dim() - len(shape) if axis is None else axis
+        self.channels = shape
+        self.broadcast = [1] * trailing + list(shape) + [1] * (normalized.dim() - trailing - len(shape))
+        self.sums = [i for i in range(normalized.dim()) if not trailing <= i < trailing + len(shape)]
+        samples = normalized.numel() // shape.numel()
+        self.sizes = Sizes(shape.numel(), samples, (weight_shape is not None) + self.bias, 1)
+
+    def rows(self) -> Tensor:
+        """x̂ as `[channels, samples, 1]`."""
+        leading = [i for i in range(self.normalized.dim()) if i not in self.sums]
+        rows = self.normalized.permute(*leading, *self.sums).reshape(self.sizes.groups, -1, 1)
+        return rows if self.weight_shape else rows[..., :0]
+
+    def gram(self) -> Tensor:
+        """`[[Σx̂², Σx̂], [Σx̂, N]]` for every channel, by sums in place."""
+        squares = self._sum(self.normalized.square()).reshape(-1, 1, 1) if self.weight_shape else None
+        if not self.bias:
+            assert squares is not None
+            return squares
+        if squares is None:
+            return self.normalized.new_full((self.sizes.groups, 1, 1), float(self.sizes.samples))
+        return self._border(squares, self._sum(self.normalized).reshape(-1, 1))
+
+    def output(self, parameters: Parameters) -> Tensor:
+        """`γ·x̂ + β`."""
+        weight, bias = (p.view(self.broadcast) if p is not None else None for p in parameters)
+        if weight is None:
+            assert bias is not None
+            return bias.expand_as(self.normalized)
+        scaled = self.normalized * weight
+        return scaled if bias is None else scaled + bias
+
+    def gradient(self, G: Tensor) -> Parameters:
+        """`Σ G·x̂` and `ΣG`."""
+        weight = self._sum(G * self.normalized) if self.weight_shape else None
+        return weight, self._sum(G) if self.bias else None
+
+    def from_features(self, V: Tensor) -> Parameters:
+        """Scale and shift in their own shape."""
+        return tuple(p.view(self.channels) if p is not None else None for p in super().from_features(V))
+
+    def _sum(self, values: Tensor) -> Tensor:
+        """Sum over everything but channels."""
+        return values.sum(self.sums).view(self.channels) if self.sums else values.view(self.channels)
