@@ -25,7 +25,7 @@ class AnyLinearInParameters(MixedLayer):
 
     spaces = AutogradTransfer.spaces
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The plain class's own forward; under torch.compile it runs uncompiled."""
         if not self._trains():
