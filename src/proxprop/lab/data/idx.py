@@ -2,6 +2,7 @@
 
 import gzip
 import zlib
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -54,8 +55,9 @@ def read_file(path: Path) -> Bytes:
                 raise Refused(
                     f"{path} should begin as an IDX file of unsigned bytes but begins with {head!r}"
                 )
-            shape = np.frombuffer(file.read(4 * head[3]), dtype=">u4").tolist()
-            expected = int(np.prod(shape, dtype=object)) if len(shape) == head[3] else -1
+            sizes = file.read(4 * head[3])
+            shape = [int.from_bytes(sizes[i : i + 4]) for i in range(0, len(sizes), 4)]
+            expected = prod(shape) if len(sizes) == 4 * head[3] else -1
             if not 0 < expected <= 1 << 31:
                 raise Refused(f"{path} should hold 1 byte to 2 GiB but its header says {shape}")
             content = file.read(expected + 1)  # One more than promised, and no gzip bomb is read any further.

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from proxprop.lab.refusal import Refused
 
 RECONSTRUCT = {"numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct"}
-KNOWN = RECONSTRUCT | {"numpy ndarray", "numpy dtype", "_codecs encode"}
+ENCODE = "_codecs encode"  # How protocol 2 of Python 3 writes bytes: encode(text, "latin1").
+KNOWN = RECONSTRUCT | {"numpy ndarray", "numpy dtype", ENCODE}
 MARK = object()
 
 
@@ -113,7 +114,9 @@ def _reduce(stack: list[Any]) -> None:
     arguments, who = stack.pop(), stack.pop()
     if not (isinstance(who, Name) and isinstance(arguments, tuple)):
         raise Refused("a call of something that is not a name")
-    stack.append(Call(who, arguments))
+    stack.append(
+        _latin(arguments[0]) if who.text == ENCODE and arguments[1:] == ("latin1",) else Call(who, arguments)
+    )
 
 
 def _build(stack: list[Any]) -> None:
@@ -212,9 +215,7 @@ def _reshaped(content: bytes, shape: tuple[int, ...]) -> NDArray[np.uint8]:
 
 
 def _bytes(value: Any) -> bytes:
-    """Bytes as they are, as Python 2 wrote them, or as `_codecs.encode(text, "latin1")` of protocol 2."""
-    if isinstance(value, Call) and value.who.text == "_codecs encode" and value.arguments[1:] == ("latin1",):
-        return str(value.arguments[0]).encode("latin-1")
+    """Bytes as they are, or text where Python 2 made no difference."""
     if isinstance(value, str):
         return value.encode("latin-1")
     if isinstance(value, bytes):

@@ -9,7 +9,7 @@ from proxprop.lab.config import command
 from proxprop.lab.findings import findings, headline
 from proxprop.lab.records import Record
 from proxprop.lab.report import html
-from proxprop.lab.report.tables import Table, final_table, layer_table, rate_table, reckoned
+from proxprop.lab.report.tables import Table, estimated, final_table, layer_table, rate_table
 
 
 def task_sections(task: Task, salt: str) -> str:
@@ -88,14 +88,14 @@ def _layers(task: Task) -> Iterator[str]:
     if arms:
         yield html.heading("What is solved where, and what it costs")
         yield html.paragraph(
-            "The plan of the library for this batch size, with the extra work and memory it reckons with beside "
+            "The plan of the library for this batch size, with the extra work and memory it estimates beside "
             "BackProp's own work for the layer. Time also goes into everything that is not arithmetic, which weighs "
             "most where layers are small; so what a whole step took stands beside it, as measured."
         )
     for solver, arm in arms.items():
         yield html.heading(arm.name, 3)
         yield html.table(layer_table(arm))
-        yield html.paragraph(_overhead(task, solver, reckoned(arm)))
+        yield html.paragraph(_overhead(task, solver, estimated(arm)))
 
 
 def _overhead(task: Task, solver: str, share: float) -> str:
@@ -106,7 +106,7 @@ def _overhead(task: Task, solver: str, share: float) -> str:
             ratio = arm.ms_per_step / base.ms_per_step
             ratios.append(f"{ratio:.2f}× with {OPTIMIZER_NAMES.get(arm.optimizer, arm.optimizer)}")
     measured = f" A whole step took, measured beside BackProp's, {', '.join(ratios)}." if ratios else ""
-    reckoning = f"Converted layers together: +{share:.0%} FLOPs, reckoned." if math.isfinite(share) else ""
+    reckoning = f"Converted layers together: +{share:.0%} FLOPs, estimated." if math.isfinite(share) else ""
     return reckoning + measured
 
 

@@ -16,6 +16,9 @@ class Table:
     rows: Sequence[Sequence[str]]
     words: frozenset[int] = frozenset()
 
+    def __post_init__(self) -> None:
+        assert all(len(row) == len(self.columns) for row in self.rows), "a row does not fit its columns"
+
 
 def final_table(task: Task) -> Table:
     """Every arm at its best learning rate, mean ± spread over seeds."""
@@ -24,7 +27,6 @@ def final_table(task: Task) -> Table:
         "method",
         "best lr",
         "final loss",
-        "train acc",
         "validation acc",
         "test acc",
         "usable lrs",
@@ -71,7 +73,7 @@ def _rate_cell(arm: Arm, rate: float) -> str:
 
 
 def layer_table(arm: Arm) -> Table:
-    """What the library does with every layer, and the extra work and memory it reckons with."""
+    """What the library does with every layer, and the extra work and memory it estimates."""
     rows = []
     for layer in arm.best[0].layers:
         plain, extra = layer["backprop_flops"], layer["flops"]
@@ -83,7 +85,7 @@ def layer_table(arm: Arm) -> Table:
     return Table(["layer", "parameters", "solved in", "extra FLOPs", "extra memory"], rows, frozenset({2}))
 
 
-def reckoned(arm: Arm) -> float:
+def estimated(arm: Arm) -> float:
     """Extra FLOPs of all converted layers together, relative to BackProp's own for them; NaN where nothing is known."""
     known = [layer for layer in arm.best[0].layers if layer["backprop_flops"]]
     plain = sum(layer["backprop_flops"] for layer in known)

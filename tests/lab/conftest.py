@@ -1,0 +1,59 @@
+"""What the lab's tests share: small data, small runs, records made by hand."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from proxprop.lab.config import Config
+from proxprop.lab.records import Record
+
+
+@pytest.fixture
+def blobs(tmp_path):
+    """A dataset of our own: three clouds of points, 60 samples of 6 features."""
+    generator = np.random.default_rng(3)
+    labels = np.arange(60) % 3
+    inputs = generator.normal(size=(60, 6)).astype(np.float32) + 3 * np.eye(3, 6, dtype=np.float32)[labels]
+    path = tmp_path / "blobs.npz"
+    np.savez(path, inputs=inputs, labels=labels)
+    return path
+
+
+@pytest.fixture
+def small(blobs):
+    """A run of a fraction of a second."""
+    return Config(data=str(blobs), hidden=(8, 5), batch_size=10, epochs=3, threads=1)
+
+
+@pytest.fixture
+def made():
+    """A function that makes a record by hand: final losses go down geometrically from 2 to `loss`."""
+
+    def make(
+        solver="backprop", lr=0.1, seed=0, loss=0.1, seconds=1.0, status="finished", epochs=4, **settings
+    ):
+        settings = {"optimizer": "sgd", "hidden": (8,), "batch_size": 10} | settings
+        config = Config(
+            data=settings.pop("data", "digits"), solver=solver, lr=lr, seed=seed, epochs=epochs, **settings
+        )
+        rows = []
+        for epoch in range(epochs + 1):
+            now = None if status == "diverged" and epoch == epochs else 2.0 * (loss / 2.0) ** (epoch / epochs)
+            row = {"epoch": epoch, "step": 10 * epoch, "loss": now, "batch_loss": now}
+            row |= dict.fromkeys(
+                ("train_accuracy", "validation_accuracy", "test_accuracy"), 0.1 + 0.8 * epoch / epochs
+            )
+            row |= {
+                "seconds": seconds * epoch / epochs,
+                "ms_per_step": None if epoch == 0 else 100 * seconds / epochs,
+            }
+            rows.append(row | ({} if solver == "backprop" else {"cosine": {"1": 0.5, "3": 0.25}}))
+        layer = {"name": "1", "kind": "Linear", "parameters": 520, "status": "converted", "reason": ""}
+        layer |= {"space": "sample", "flops": 50.0, "backprop_flops": 100.0, "bytes": 4096}
+        layers = [] if solver == "backprop" else [layer]
+        return Record(
+            Path(f"runs/{config.slug()}"), config, status, rows, layers=layers, starts=[{"torch": "2.13"}]
+        )
+
+    return make

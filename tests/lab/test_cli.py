@@ -1,0 +1,196 @@
+"""The command line: help, exit codes, no traceback for a mistake, and the whole way from a run to a report."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from proxprop.lab import records
+from proxprop.lab.cli import commands, main
+
+
+def run(*arguments):
+    """Run a command in this process; returns its exit code."""
+    with pytest.raises(SystemExit) as left:
+        main([str(argument) for argument in arguments])
+    return left.value.code or 0
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("PROXPROP_DATA", raising=False)
+    return tmp_path
+
+
+SMALL = ("--hidden", "8,5", "--batch-size", "10", "--epochs", "2")
+
+
+def test_help_names_every_command(capsys):
+    assert run("--help") == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in commands())
+    assert "proxprop train --data cifar10 --download" in text
+
+
+@pytest.mark.parametrize("name", ["compare", "train", "reproduce", "report", "spectrum", "doctor"])
+def test_every_command_has_help_with_examples(name, capsys):
+    assert run(name, "--help") == 0
+    text = capsys.readouterr().out
+    assert f"\n      proxprop {name}" in text
+
+
+def test_train_offers_every_setting(capsys):
+    run("train", "--help")
+    text = capsys.readouterr().out
+    for name in ["data", "data-dir", "model", "hidden", "optimizer", "lr", "solver", "tau-theta", "batch-size", "epochs", "seed", "device", "precision", "out", "resume"]:  # fmt: skip
+        assert f"--{name}" in text
+
+
+MISTAKES = [
+    (("train", "--solver", "cg:x"), "solver cg should be cg:K"),
+    (("train", "--data", "cifar10"), "cifar10 was not found (looked in "),
+    (("train", "--data", "nowhere.npz"), "there is no file nowhere.npz"),
+    (("train", "--hidden", "4,x"), "--hidden should be widths like 4000,1000,4000"),
+    (("train", "--lr", "0"), "lr should be > 0 but is 0.0"),
+    (("train", "--device", "cuda:9"), "device cuda:9 was asked for but torch sees"),
+    (("train", "--config", "nowhere.toml"), "cannot read the settings file nowhere.toml"),
+    (("compare", "--solvers", "bakprop"), "did you mean 'backprop'"),
+    (("compare", "--lrs", "fast"), "--lrs should be numbers like 0.01,0.1,1"),
+    (("compare", "--optimizers", "sgd,adm"), "did you mean 'adam'"),
+    (("report", "nowhere"), "there is no folder nowhere"),
+    (("report", ".", "--formats", "pnj"), "did you mean 'png'"),
+    (("spectrum", "--data", "mnist"), "mnist was not found"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES)
+def test_a_mistake_is_told_in_a_line(here, capsys, arguments, message):
+    assert run(*arguments) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert message in told
+    assert told.count("\n") == 1
+
+
+def test_an_unknown_option_suggests_the_nearest(capsys):
+    assert run("train", "--epohs", "3") == 2
+    assert "--epochs" in capsys.readouterr().err
+
+
+def test_toml_gives_settings_and_options_win(here, capsys, blobs):
+    (here / "run.toml").write_text(
+        f'data = "{blobs}"\nhidden = [8, 5]\nbatch-size = 10\nepochs = 9\nsolver = "exact"\n'
+    )
+    assert run("train", "--config", "run.toml", "--epochs", "1", "--out", "a") == 0
+    config = records.read(here / "a").config
+    assert (config.epochs, config.solver, config.hidden) == (1, "exact", (8, 5))
+    (here / "run.toml").write_text("epoch = 3\n")
+    assert run("train", "--config", "run.toml") == 2
+    assert "run.toml: unknown key 'epoch'; did you mean 'epochs'?" in capsys.readouterr().err
+
+
+def test_from_a_run_to_a_report(here, capsys, blobs):
+    for solver in ("backprop", "cg:2"):
+        assert run("train", "--data", blobs, "--solver", solver, *SMALL) == 0
+    told = capsys.readouterr().out
+    assert "Training loss" in told
+    assert "Recorded in runs/blobs-mlp-sgd-cg2-tau1-lr1-seed0-" in told
+    assert run("report", "runs", "--out", "out", "--formats", "png") == 0
+    told = capsys.readouterr().out
+    assert "Nesterov SGD · ProxProp cg2" in told
+    assert f"Report: {here / 'out' / 'report.html'}" in told
+    assert {path.name for path in (here / "out").iterdir()} >= {"report.html", "curves-sgd.png"}
+
+
+def test_a_second_train_into_a_folder_needs_resume(here, capsys, blobs):
+    assert run("train", "--data", blobs, *SMALL, "--out", "a") == 0
+    assert run("train", "--data", blobs, *SMALL, "--out", "a") == 2
+    assert "a already holds a run; go on with it by --resume" in capsys.readouterr().err
+    assert run("train", "--out", "a", "--resume") == 0
+    assert run("train", "--out", "a", "--resume", "--lr", "7") == 2
+    assert "lr is 0.05 there but 7.0 here" in capsys.readouterr().err
+
+
+def test_divergence_has_its_exit_code(here, capsys, blobs):
+    assert run("train", "--data", blobs, *SMALL, "--lr", "1e20") == 3
+    assert "Diverged in epoch" in capsys.readouterr().out
+
+
+def test_compare_writes_a_report_and_does_not_run_twice(here, capsys, blobs):
+    arguments = ("compare", "--data", blobs, "--hidden", "8", "--batch-size", "10", "--epochs", "2", "--seeds", "2",
+                 "--solvers", "backprop,cg:2", "--optimizers", "sgd,muon", "--lrs", "0.01,0.1,1", "--jobs", "1")  # fmt: skip
+    assert run(*arguments) == 0
+    told = capsys.readouterr().out
+    assert "24 runs" in told
+    assert "Muon · ProxProp cg2" in told
+    page = (here / "out" / "compare" / "report.html").read_text()
+    assert "How much the learning rate matters" in page
+    stamps = {path: path.stat().st_mtime_ns for path in here.rglob("result.json")}
+    assert len(stamps) == 24
+    assert run(*arguments) == 0
+    assert stamps == {path: path.stat().st_mtime_ns for path in here.rglob("result.json")}
+
+
+@pytest.mark.parametrize(("what", "runs"), [("fig1", 5), ("fig2", 8)])
+def test_reproduce_quick(here, capsys, what, runs):
+    assert run("reproduce", what, "--quick", "--device", "cpu") == 0
+    told = capsys.readouterr().out
+    assert f"{runs} runs" in told
+    assert (here / "out" / "reproduce" / "report.html").is_file()
+
+
+def test_reproduce_needs_a_known_name(capsys):
+    assert run("reproduce", "fig3") == 2
+    assert "fig1" in capsys.readouterr().err
+
+
+def test_spectrum_measures_and_draws(here, capsys, blobs):
+    assert run("spectrum", "--data", blobs, "--out", "s.png") == 0
+    told = capsys.readouterr().out
+    assert "largest eigenvalue" in told
+    assert (here / "s.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_doctor_tells_what_is_missing(here, capsys):
+    assert run("doctor") == 0
+    told = capsys.readouterr().out
+    assert "cifar10" in told
+    assert "proxprop train --data cifar10 --download" in told
+
+
+def test_doctor_fails_without_what_is_needed(monkeypatch, capsys):
+    from proxprop.lab.commands import doctor
+
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "safetensors" else "1.0")
+    assert run("doctor") == 1
+    assert "pip install 'proxprop[lab]'" in capsys.readouterr().out
+
+
+def test_without_typer_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    assert run("--help") == 2
+    assert (
+        capsys.readouterr().err
+        == "error: the command line needs more packages: pip install 'proxprop[lab]'\n"
+    )
+
+
+def test_ctrl_c_says_how_to_go_on(here, blobs):
+    """A real process, a real signal."""
+    command = [sys.executable, "-m", "proxprop.lab", "train", "--data", str(blobs), "--hidden", "8", "--epochs", "100000",
+               "--batch-size", "10", "--out", "my run", "--threads", "1"]  # fmt: skip
+    process = subprocess.Popen(command, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not (here / "my run" / "metrics.jsonl").exists():
+        time.sleep(0.02)
+    time.sleep(0.3)
+    os.kill(process.pid, signal.SIGINT)
+    told, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Go on with: proxprop train --out 'my run' --resume" in told
+    assert "Traceback" not in errors
+    assert len(list((here / "my run").glob("checkpoint-*.ckpt"))) == 1

@@ -1,0 +1,218 @@
+"""Records: written whole, read with suspicion."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxprop.lab import records
+from proxprop.lab.config import Config
+from proxprop.lab.records import Run, checkpoint, lines, sealed
+from proxprop.lab.records.checkpoint import Checkpoint
+from proxprop.lab.records.sealed import Damaged, seal, unseal
+from proxprop.lab.refusal import Refused
+from proxprop.lab.train import train
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**60), 2**60)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+rows = st.dictionaries(st.text().filter(lambda key: key != sealed.SEAL), values, max_size=4)
+
+
+@given(rows)
+def test_a_sealed_line_is_read_back(row):
+    assert unseal(seal(row)) == row
+
+
+@given(row=rows, data=st.data())
+def test_a_changed_byte_is_noticed(row, data):
+    line = seal(row).encode()
+    where = data.draw(st.integers(0, len(line) - 1))
+    changed = (
+        line[:where]
+        + bytes([data.draw(st.integers(32, 126).filter(lambda b: b != line[where]))])
+        + line[where + 1 :]
+    )
+    try:
+        same = json.loads(changed) == json.loads(line)
+    except ValueError:
+        same = False
+    if not same:
+        with pytest.raises(Damaged):
+            unseal(changed.decode())
+
+
+@given(row=rows, data=st.data())
+def test_a_cut_line_is_noticed(row, data):
+    line = seal(row)
+    with pytest.raises(Damaged):
+        unseal(line[: data.draw(st.integers(0, len(line) - 1))])
+
+
+def test_numbers_that_are_not_finite_cannot_be_written():
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        seal({"loss": float("nan")})
+
+
+def test_damaged_lines_are_left_out_and_noted(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    lines.rewrite(path, [{"a": 1}, {"a": 2}])
+    lines.append(path, {"a": 3})
+    path.write_text(path.read_text().replace('"a": 2', '"a": 7') + '{"a": 4, "cr')
+    good, notes = lines.read(path)
+    assert good == [{"a": 1}, {"a": 3}]
+    assert [note[:21] for note in notes] == ["rows.jsonl line 2 is ", "rows.jsonl line 4 is "]
+
+
+def some(step):
+    return Checkpoint(
+        {"x": torch.full((3,), float(step)), "n": torch.arange(2, dtype=torch.uint8)}, {"step": step}
+    )
+
+
+def test_the_last_two_checkpoints_are_kept(tmp_path):
+    for step in (1, 2, 10):
+        checkpoint.write(tmp_path, step, some(step))
+    assert [path.name for path in checkpoint.paths(tmp_path)] == [
+        "checkpoint-000000002.ckpt",
+        "checkpoint-000000010.ckpt",
+    ]
+    found, notes = checkpoint.latest(tmp_path)
+    assert found.values == {"step": 10}
+    assert torch.equal(found.tensors["x"], torch.full((3,), 10.0))
+    assert notes == []
+
+
+def cut(content):
+    return content[: len(content) // 2]
+
+
+def flip(content):
+    return content[:-5] + bytes([content[-5] ^ 1]) + content[-4:]
+
+
+@pytest.mark.parametrize("damage", [cut, flip, lambda content: b"", lambda content: content + b"x"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage):
+    for step in (1, 2):
+        checkpoint.write(tmp_path, step, some(step))
+    newest = checkpoint.paths(tmp_path)[-1]
+    newest.write_bytes(damage(newest.read_bytes()))
+    found, notes = checkpoint.latest(tmp_path)
+    assert found.values == {"step": 1}
+    assert notes == [
+        "checkpoint-000000002.ckpt is damaged: its SHA-256 does not fit; going back to the one before"
+    ]
+    newest = checkpoint.paths(tmp_path)[-1]
+    newest.write_bytes(damage(newest.read_bytes()))
+    assert checkpoint.latest(tmp_path)[0] is None
+
+
+@pytest.mark.parametrize("make", [
+    lambda p: [torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True)],
+    lambda p: [torch.optim.Adam(p, lr=0.1)],
+    lambda p: [torch.optim.AdamW(p[1:], lr=0.1), torch.optim.Muon(p[:1], lr=0.1)],
+])  # fmt: skip
+def test_optimizers_go_on_exactly_where_they_were(tmp_path, make):
+    def step(model, optimizers):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(torch.randn(5, 3)).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    device = torch.device("cpu")
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizers = make(list(model.parameters()))
+    step(model, optimizers)
+    checkpoint.write(tmp_path, 1, checkpoint.pack(model, optimizers, device))
+    step(model, optimizers)
+    torch.manual_seed(99)
+    other = torch.nn.Linear(3, 2)
+    others = make(list(other.parameters()))
+    checkpoint.unpack(checkpoint.latest(tmp_path)[0], other, others, device)
+    step(other, others)
+    assert torch.equal(model.weight, other.weight)
+    assert torch.equal(model.bias, other.bias)
+
+
+def test_two_processes_cannot_write_one_run(tmp_path):
+    with Run(tmp_path / "run", Config(), resume=False):
+        code = "import sys; from proxprop.lab.records.run import _locked; from pathlib import Path; _locked(Path(sys.argv[1]))"
+        done = subprocess.run(
+            [sys.executable, "-c", code, tmp_path / "run"], capture_output=True, text=True, check=False
+        )
+        assert f"is being written by another process (id {os.getpid()})" in done.stderr
+    Run(tmp_path / "run", Config(), resume=True).close()
+
+
+def test_a_folder_holds_one_run(tmp_path):
+    Run(tmp_path, Config(), resume=False).close()
+    with pytest.raises(Refused, match="already holds a run; go on with it by --resume"):
+        Run(tmp_path, Config(), resume=False)
+    with pytest.raises(Refused, match=r"holds another run: lr is 0.05 there but 0.5 here"):
+        Run(tmp_path, Config(lr=0.5), resume=True)
+    Run(tmp_path, Config(checkpoint_seconds=0.0), resume=True).close()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(Refused, match="holds no readable run"):
+        Run(tmp_path, Config(), resume=True)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Refused, match="cannot write into"):
+        Run(tmp_path / "file" / "run", Config(), resume=False)
+
+
+def test_a_record_tells_everything(tmp_path, small):
+    record = train(Config(**vars(small) | {"solver": "cg:2", "log_steps": 2}), tmp_path / "run")
+    assert record.status == "finished"
+    assert [row["epoch"] for row in record.epochs] == [0, 1, 2, 3]
+    assert [row["step"] for row in record.steps] == [2, 4, 6, 8, 10, 12, 14]
+    assert set(record.last) >= {
+        "loss",
+        "batch_loss",
+        "train_accuracy",
+        "validation_accuracy",
+        "test_accuracy",
+        "seconds",
+    }
+    assert set(record.last["cosine"]) == {"1", "3"}
+    assert all(0 < value <= 1 for value in record.last["cosine"].values())
+    assert {"torch", "python", "numpy", "device", "commit", "threads", "proxprop"} <= set(record.environment)
+    assert [layer["status"] for layer in record.layers] == ["converted", "converted", "explicit"]
+    assert record.series("seconds") == sorted(record.series("seconds"))
+
+
+def test_damage_in_a_finished_record_is_told(tmp_path, small):
+    folder = train(small, tmp_path / "run").folder
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"epoch": 2', '"epoch": 8'))
+    (folder / "plan.json").write_text("{")
+    record = records.read(folder)
+    assert [row["epoch"] for row in record.epochs] == [0, 1, 3]
+    text = " ".join(record.notes)
+    assert "line 3 is damaged" in text
+    assert "lacks epoch 2" in text
+    assert "plan.json cannot be read" in text
+
+
+def test_find_looks_below_and_says_why_not(tmp_path, small):
+    train(small, tmp_path / "a" / "b" / "run")
+    assert len(records.find([tmp_path])) == 1
+    with pytest.raises(Refused, match="there is no folder"):
+        records.find([tmp_path / "nowhere"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(Refused, match=r"no readable run in .*a run is a folder with a config.json"):
+        records.find([tmp_path / "empty"])

@@ -1,0 +1,285 @@
+"""The training loop: what it promises about its result, whatever happens to the process."""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from proxprop.lab import watch as watching
+from proxprop.lab.config import Config
+from proxprop.lab.data import load
+from proxprop.lab.records import checkpoint
+from proxprop.lab.refusal import Interrupted, Refused
+from proxprop.lab.train import train
+
+
+def outcome(folder):
+    """What must be the same: the bytes of weights and metrics."""
+    return [(folder / name).read_bytes() for name in ("weights.safetensors", "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("solver", ["backprop", "cg:2", "exact"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "muon"])
+def test_every_method_learns(tmp_path, small, solver, optimizer):
+    record = train(replace(small, solver=solver, optimizer=optimizer, lr=0.03, epochs=12), tmp_path / "run")
+    assert record.status == "finished"
+    assert record.last["loss"] < record.epochs[0]["loss"] / 2
+    assert record.last["test_accuracy"] >= 0.8
+
+
+def test_the_same_config_gives_the_same_bytes(tmp_path, small):
+    config = replace(small, solver="cg:2", optimizer="adam")
+    one, other = train(config, tmp_path / "a").folder, train(config, tmp_path / "b").folder
+    assert outcome(one) == outcome(other)
+    assert outcome(train(replace(config, seed=1), tmp_path / "c").folder) != outcome(one)
+
+
+def test_looking_does_not_change_the_result(tmp_path, small):
+    config = replace(small, solver="exact", data="digits", model="convnet", epochs=1, batch_size=400)
+    looked = train(replace(config, checkpoint_seconds=0.0), tmp_path / "a")
+    blind = train(replace(config, observe=False), tmp_path / "b")
+    assert outcome(looked.folder)[0] == outcome(blind.folder)[0]
+    assert "cosine" not in blind.last
+
+
+def test_the_random_numbers_of_the_caller_are_left_alone(tmp_path, small):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    train(small, tmp_path / "run")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_batches_cover_every_sample_once_an_epoch(tmp_path, small, monkeypatch):
+    module = importlib.import_module("proxprop.lab.train")
+    seen = []
+    step = module._step
+    monkeypatch.setattr(
+        module,
+        "_step",
+        lambda m, o, inputs, labels, p: (seen.append(inputs), step(m, o, inputs, labels, p))[1],
+    )
+    train(replace(small, epochs=2, batch_size=7), tmp_path / "run")
+    whole = load(small.data).train.inputs
+    for epoch in (seen[:7], seen[7:]):
+        assert sorted(torch.cat(epoch).tolist()) == sorted(whole.tolist())
+    assert not torch.equal(torch.cat(seen[:7]), torch.cat(seen[7:]))
+
+
+@pytest.mark.parametrize("solver", ["backprop", "cg:3", "exact"])
+def test_divergence_is_recorded(tmp_path, small, solver):
+    record = train(replace(small, solver=solver, lr=1e20, epochs=5), tmp_path / "run")
+    assert record.status == "diverged"
+    assert record.last["loss"] is None
+    assert record.last["epoch"] < 5
+    again = train(record.config, record.folder, resume=True)
+    assert again.status == "diverged"
+
+
+def test_a_finished_run_is_not_run_again(tmp_path, small):
+    folder = train(small, tmp_path / "run").folder
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.name != "lock"}
+    train(small, folder, resume=True)
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.name != "lock"} == before
+    assert checkpoint.paths(folder) == []
+
+
+def test_weights_are_those_of_the_plain_model(tmp_path, small):
+    folder = train(replace(small, solver="exact"), tmp_path / "run").folder
+    assert {name: tuple(t.shape) for name, t in load_file(folder / "weights.safetensors").items()} == {
+        "1.weight": (8, 6), "1.bias": (8,), "3.weight": (5, 8), "3.bias": (5,), "5.weight": (3, 5), "5.bias": (3,),
+    }  # fmt: skip
+    assert not (
+        train(replace(small, save_weights=False), tmp_path / "b").folder / "weights.safetensors"
+    ).exists()
+
+
+def test_a_run_that_cannot_start_leaves_no_folder(tmp_path, small):
+    for wrong in ({"data": "nowhere.npz"}, {"solver": "cg:x"}, {"device": "cuda:77"}, {"device": "tpu"}):
+        with pytest.raises(Refused):
+            train(replace(small, **wrong), tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+
+def stop_after(steps):
+    class Stop(watching.Quiet):
+        def step(self, done, loss):
+            if done == steps:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    return Stop()
+
+
+@pytest.mark.parametrize("steps", [1, 4, 5, 14])
+def test_ctrl_c_stops_after_the_step_and_resumes(tmp_path, small, steps):
+    config = replace(small, solver="cg:2", log_steps=1)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(Interrupted, match=f"stopped after step {steps} in"):
+        train(config, tmp_path / "run", watch=stop_after(steps))
+    assert signal.getsignal(signal.SIGINT) is handler
+    train(config, tmp_path / "run", resume=True)
+    assert outcome(tmp_path / "run") == outcome(train(config, tmp_path / "whole").folder)
+
+
+class Notes(watching.Quiet):
+    def __init__(self):
+        self.texts = []
+
+    def note(self, text):
+        self.texts.append(text)
+
+
+def interrupted(config, folder, steps=8):
+    """A run that stopped in its second epoch, with two checkpoints."""
+    with pytest.raises(Interrupted):
+        train(replace(config, checkpoint_seconds=0.0), folder, watch=stop_after(steps))
+    assert len(checkpoint.paths(folder)) == 2
+
+
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_damaged_checkpoints_are_passed_over_and_said(tmp_path, small, damaged):
+    interrupted(small, tmp_path / "run")
+    for path in checkpoint.paths(tmp_path / "run")[-damaged:]:
+        path.write_bytes(path.read_bytes()[:-1])
+    notes = Notes()
+    record = train(small, tmp_path / "run", resume=True, watch=notes)
+    assert sum("is damaged" in text for text in notes.texts) == damaged
+    assert any("starting from the beginning" in text for text in notes.texts) == (damaged == 2)
+    assert set(notes.texts) <= set(record.notes)
+    assert outcome(tmp_path / "run") == outcome(train(small, tmp_path / "whole").folder)
+
+
+def test_damaged_metrics_are_restored_and_said(tmp_path, small):
+    interrupted(small, tmp_path / "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_text(path.read_text()[:-30])
+    notes = Notes()
+    train(small, tmp_path / "run", resume=True, watch=notes)
+    assert any("metrics.jsonl line 2 is damaged" in text for text in notes.texts)
+    assert outcome(tmp_path / "run") == outcome(train(small, tmp_path / "whole").folder)
+
+
+def test_batch_normalisation_resumes_too(tmp_path):
+    images = torch.randn(30, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    np.savez(tmp_path / "images.npz", inputs=images.numpy(), labels=np.arange(30) % 2)
+    config = Config(data=str(tmp_path / "images.npz"), model="resnet18", batch_size=12, epochs=1, threads=1)
+    with pytest.raises(Interrupted):
+        train(config, tmp_path / "run", watch=stop_after(1))
+    train(config, tmp_path / "run", resume=True)
+    assert outcome(tmp_path / "run") == outcome(train(config, tmp_path / "whole").folder)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_other_precisions_learn_and_leave_settings_alone(tmp_path, small, precision):
+    before = torch.get_float32_matmul_precision()
+    record = train(replace(small, precision=precision, solver="cg:2", lr=0.3, epochs=8), tmp_path / "run")
+    assert record.last["loss"] < record.epochs[0]["loss"]
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_tensorboard_gets_the_epochs_or_says_how_to_install(tmp_path, small, monkeypatch):
+    written = []
+    fake = types.ModuleType("torch.utils.tensorboard")
+    fake.SummaryWriter = type("SummaryWriter", (), {
+        "__init__": lambda self, folder: written.append(folder),
+        "add_scalar": lambda self, key, value, epoch: written.append((key, epoch)),
+        "close": lambda self: written.append("closed"),
+    })  # fmt: skip
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    train(replace(small, tensorboard=True, epochs=1), tmp_path / "run")
+    assert written[0] == str(tmp_path / "run" / "tensorboard")
+    assert ("loss", 1) in written
+    assert written[-1] == "closed"
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(Refused, match=r"pip install 'proxprop\[tensorboard\]'"):
+        train(replace(small, tensorboard=True), tmp_path / "other")
+
+
+def test_the_bar_shows_epoch_step_loss_accuracy_and_pace(tmp_path, small, monkeypatch, capsys):
+    bar = watching.Bar()
+    bar.SECONDS = 0.0
+    shown = []
+    update = bar._progress.update
+    monkeypatch.setattr(
+        bar._progress, "update", lambda task, **fields: (shown.append(fields), update(task, **fields))
+    )
+    train(replace(small, epochs=2), tmp_path / "run", watch=bar)
+    steps = [fields for fields in shown if "loss" in fields]
+    assert [fields["completed"] for fields in steps] == list(range(1, 11))
+    assert [fields["epoch"] for fields in steps] == [1] * 5 + [2] * 5
+    assert all(float(fields["loss"]) > 0 and float(fields["pace"]) >= 0 for fields in steps)
+    assert shown[-1]["accuracy"].endswith("%")
+
+
+def test_nothing_is_drawn_without_a_terminal():
+    assert type(watching.default()) is watching.Quiet
+
+
+KILLED = """
+import sys
+from proxprop.lab import Config, train
+train(Config(**eval(sys.argv[1])), sys.argv[2], resume=True)
+"""
+
+
+@pytest.mark.parametrize(("solver", "optimizer", "seed"), [("cg:2", "adam", 1), ("exact", "sgd", 2)])
+def test_kill_nine_at_any_moment_changes_nothing(tmp_path, small, solver, optimizer, seed):
+    """Really killed, again and again, at random moments of starting, stepping, measuring and writing."""
+    import random
+
+    config = replace(small, solver=solver, optimizer=optimizer, lr=0.05, epochs=40, log_steps=3)
+    config = replace(config, checkpoint_seconds=0.0)
+    began = time.perf_counter()
+    whole = train(config, tmp_path / "whole").folder
+    duration = time.perf_counter() - began
+    moments = random.Random(seed)
+    folder, killed = tmp_path / "run", 0
+    for _ in range(12):
+        arguments = [sys.executable, "-c", KILLED, repr(vars(config)), str(folder)]
+        process = subprocess.Popen(arguments, stderr=subprocess.PIPE)
+        before = len(checkpoint.paths(folder)) and checkpoint.paths(folder)[-1].name
+        while (
+            process.poll() is None
+        ):  # Importing torch takes longer than the run: wait until something happens.
+            found = checkpoint.paths(folder)
+            if found and found[-1].name != before:
+                break
+            time.sleep(0.002)
+        if killed < 3:
+            time.sleep(moments.uniform(0, duration / 3))
+            process.kill()
+        process.communicate()
+        killed += process.returncode == -signal.SIGKILL
+        if process.returncode == 0:
+            break
+    assert process.returncode == 0
+    assert killed >= 2
+    assert outcome(folder) == outcome(whole)
+
+
+BARE = """
+import sys
+for name in ("rich", "typer", "matplotlib", "sklearn", "scipy", "PIL"):
+    sys.modules[name] = None
+from proxprop.lab import Config, train
+print(train(Config(**eval(sys.argv[1])), sys.argv[2]).status)
+"""
+
+
+def test_training_needs_torch_numpy_and_safetensors_only(tmp_path, small):
+    config = replace(small, solver="cg:2")
+    done = subprocess.run(
+        [sys.executable, "-c", BARE, repr(vars(config)), str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "finished\n", done.stderr
