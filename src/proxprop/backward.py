@@ -189,14 +189,6 @@ class Proximal(torch.autograd.Function):
         return (G, None, *[None] * call.inputs, *D)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        """Refused: a direction is not a derivative."""
-        raise RuntimeError(
-            f"{ctx.call.failures.layer}: forward-mode derivatives of a proximal layer are not supported. "
-            "Use proxprop.revert(model); under torch.no_grad() they work"
-        )
-
-    @staticmethod
     def vmap(info: Any, in_dims: Any, output: Tensor, call: Call, *tensors: Tensor | None) -> Any:
         """Refused: a direction belongs to a whole batch."""
         raise RuntimeError(

@@ -69,7 +69,9 @@ def apply(factor: Factor, B: Tensor) -> Solution:
     and costs no synchronisation to choose. Non-finite entries of M or B make non-finite entries here.
     """
     broken = factor.info != 0
-    solved = torch.cholesky_solve(B, factor.L)
+    # Two triangular solves rather than `cholesky_solve`, whose GPU kernel can't be captured in a CUDA graph.
+    halfway = torch.linalg.solve_triangular(factor.L, B, upper=False)
+    solved = torch.linalg.solve_triangular(factor.L.mT, halfway, upper=True)
     substitute = B / factor.bound[:, None, None]
     value = torch.where(broken[:, None, None], substitute, solved)
     return Solution(value, failed=broken & factor.bound.isfinite())
