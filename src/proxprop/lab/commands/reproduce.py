@@ -14,6 +14,12 @@ from proxprop.lab.commands.console import say, show
 from proxprop.lab.report import write_report
 from proxprop.lab.report.tables import final_table, rate_table
 
+TITLES = {
+    "fig1": "Figure 1, exact and approximate solutions",
+    "table1": "Table 1, stability for larger step sizes",
+    "fig2": "Figure 2, Adam",
+}
+
 
 class What(StrEnum):
     """What to reproduce."""
@@ -62,18 +68,21 @@ def reproduce(
     }
     base = options.config_from(None, given | {"save_weights": save_weights})
     names = list(experiments.EXPERIMENTS) if what is What.all else [what.value]
-    configs = experiments.paper(names, base, seeds)
-    if quick:
-        configs = experiments.quick(configs)
-    elif download:
+    shrunk = experiments.quick if quick else list
+    parts = {TITLES[name]: shrunk(experiments.paper([name], base, seeds)) for name in names}
+    if download and not quick:
         options.fetch(base)
-    records = run_and_tell(configs, out / ("quick" if quick else "runs"), 1)
+    configs = {config.slug(): config for part in parts.values() for config in part}
+    records = run_and_tell(list(configs.values()), out / ("quick" if quick else "runs"), 1)
+    named = dict(zip(configs, records, strict=True))
+    groups = {title: [named[config.slug()] for config in part] for title, part in parts.items()}
     title = "Proximal Backpropagation, reproduced" + (
         " (quick: proves the command, nothing else)" if quick else ""
     )
-    path = write_report(records, out, title, rerun=_command(), formats=("png",))
-    for task in tasks(records):
-        show(final_table(task), task.title)
-        if any(len(arm.rates) > 1 for arm in task.arms):
-            show(rate_table(task, "sgd"), "Final full-batch loss, ours / the paper's")
+    path = write_report(records, out, title, rerun=_command(), formats=("png",), groups=groups)
+    for heading, group in groups.items():
+        for task in tasks(group):
+            show(final_table(task), f"{heading}: {task.title}")
+            if any(len(arm.rates) > 1 for arm in task.arms):
+                show(rate_table(task, "sgd"), "Final full-batch loss, ours / the paper's")
     say(f"Report: {path.resolve()}")

@@ -34,7 +34,14 @@ def curves(task: Task, optimizer: str) -> Any:
         axes = figure.subplots(2, 2)
         for ax, (key, over, title, unit) in zip(axes.flat, PANELS, strict=True):
             for index, arm in enumerate(arms):
-                _draw(ax, arm, key, over, label(arm, task.tau_thetas(), rate=True), look(arm, index))
+                _draw(
+                    ax,
+                    arm,
+                    key,
+                    over,
+                    label(arm, task.tau_thetas(), rate=True),
+                    look(arm, index, task.tau_thetas()),
+                )
             ax.set_xlabel(unit)
             ax.set_title(title)
             if key == "loss":

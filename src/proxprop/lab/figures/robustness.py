@@ -29,7 +29,14 @@ def robustness(task: Task, optimizer: str) -> Any:
         for ax, (key, title) in zip(axes, KEYS, strict=True):
             ax.set_xscale("log")
             for index, arm in enumerate(task.of(optimizer)):
-                _draw(ax, arm, key, label(arm, task.tau_thetas()), look(arm, index), 0.985 - 0.045 * index)
+                _draw(
+                    ax,
+                    arm,
+                    key,
+                    label(arm, task.tau_thetas()),
+                    look(arm, index, task.tau_thetas()),
+                    0.985 - 0.045 * index,
+                )
             ax.set_xlabel("learning rate")
             ax.set_title(title)
         axes[0].set_yscale("log")

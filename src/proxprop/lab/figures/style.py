@@ -48,10 +48,11 @@ def styled() -> Iterator[None]:
         yield
 
 
-def look(arm: Arm, index: int = 0) -> dict[str, Any]:
-    """Colour, dash and marker of an arm; the same solver looks the same in every figure."""
-    chosen = LOOKS.get(arm.solver)
-    return dict(chosen or {"color": OTHERS[index % len(OTHERS)], "linestyle": "-.", "marker": "X"})
+def look(arm: Arm, index: int, taus: list[float]) -> dict[str, Any]:
+    """Colour, dash and marker of an arm; a solver looks the same in every figure, but for the dash of a second τ_θ."""
+    found = LOOKS.get(arm.solver, {"color": OTHERS[index % len(OTHERS)], "linestyle": "-.", "marker": "X"})
+    other = arm.tau_theta is not None and arm.tau_theta != taus[-1]
+    return found | ({"linestyle": ":"} if other else {})
 
 
 def label(arm: Arm, taus: list[float], rate: bool = False) -> str:

@@ -38,7 +38,7 @@ def final_table(task: Task) -> Table:
 def _final_row(task: Task, arm: Arm, taus: bool) -> list[str]:
     rate, base = arm.best_rate, task.backprop(arm.optimizer)
     ratio = arm.ms_per_step / base.ms_per_step if base else math.nan
-    name = arm.full_name + (f" τ_θ={arm.tau_theta:g}" if taus and arm.tau_theta is not None else "")
+    name = arm.full_name + (_tau(arm) if taus else "")
     accuracies = ("validation_accuracy", "test_accuracy")
     return [
         name,
@@ -60,8 +60,15 @@ def rate_table(task: Task, optimizer: str) -> Table:
     """Final full-batch loss for every learning rate; the paper's number behind a slash where there is one."""
     arms = task.of(optimizer)
     rates = sorted({rate for arm in arms for rate in arm.rates})
-    rows = [[arm.name, *(_rate_cell(arm, rate) for rate in rates)] for arm in arms]
+    taus = len(task.tau_thetas()) > 1
+    rows = [
+        [arm.name + (_tau(arm) if taus else ""), *(_rate_cell(arm, rate) for rate in rates)] for arm in arms
+    ]
     return Table(["final loss at lr", *(f"{rate:g}" for rate in rates)], rows)
+
+
+def _tau(arm: Arm) -> str:
+    return f" τ_θ={arm.tau_theta:g}" if arm.tau_theta is not None else ""
 
 
 def _rate_cell(arm: Arm, rate: float) -> str:
