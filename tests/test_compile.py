@@ -1,0 +1,141 @@
+"""`torch.compile` of a model and of a whole step gives eager's directions."""
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import proxprop
+from cases import randn, relative_error
+from proxprop import CG, Exact
+from training import assert_same, directions, images, small_model, targets
+
+works = pytest.mark.compatibility
+# torch's own: dynamo makes an instance of every autograd.Function, inductor calls what torch has deprecated.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script(_method)?` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch._prims_common.check` is deprecated:FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    """What one test compiled must not be found, or count as a recompilation, in the next."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@works("`torch.compile` of the model, with and without `fullgraph`")
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("solver", [CG(3), CG(2, per_output=False), Exact()], ids=str)
+def test_a_compiled_model_gives_eagers_directions(solver, fullgraph: bool) -> None:
+    model = small_model(solver)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+    assert_same(directions(model, images(), compiled), directions(model, images()))
+
+
+@works("`torch.compile` of the model, with and without `fullgraph`")
+def test_the_default_backend() -> None:
+    model = small_model(dtype=torch.float32)
+    input = images(dtype=torch.float32)
+    compiled = torch.compile(model, fullgraph=True)
+    assert_same(directions(model, input, compiled), directions(model, input), tolerance=1e-5)
+
+
+@works("`torch.compile`, batches of changing size")
+def test_batches_of_changing_size() -> None:
+    model = small_model()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for batch in (3, 5, 9):
+        assert_same(directions(model, images(batch), compiled), directions(model, images(batch)))
+
+
+@works("`torch.compile` under autocast")
+def test_under_autocast() -> None:
+    model, input = small_model(dtype=torch.float32), images(dtype=torch.float32)
+
+    def call(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x).float()
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    assert_same(directions(model, input, compiled), directions(model, input, call), tolerance=1e-6)
+
+
+def whole_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
+    wanted = targets()
+
+    def step(input: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = (model(input) - wanted).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+# dynamo itself reads the loss's .grad where it resumes after backward, with plain layers too
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@works("`torch.compile` of the whole step (forward, backward, optimizer)")
+@pytest.mark.parametrize(("optimizer", "tolerance"), [
+    (lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), 1e-9),
+    (lambda p: torch.optim.Adam(p, lr=0.01), 1e-5),  # torch's compiled Adam corrects its bias in float32
+])  # fmt: skip
+@pytest.mark.parametrize("solver", [CG(3), Exact()], ids=str)
+def test_a_compiled_step_trains_as_an_eager_one(solver, optimizer, tolerance: float) -> None:
+    models = [small_model(solver) for _ in range(2)]
+    eager, compiled = (whole_step(model, optimizer(model.parameters())) for model in models)
+    compiled = torch.compile(compiled, backend="aot_eager")
+    losses = [(float(eager(images())), float(compiled(images()))) for _ in range(3)]
+    assert losses[-1][0] < losses[0][0]
+    for one, other in losses:
+        assert one == pytest.approx(other, rel=tolerance)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert relative_error(other, one) < tolerance
+
+
+@works("`torch.compile` of a module solved matrix-free through autograd")
+def test_a_generic_layer_inside_a_compiled_model() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Scaled(4), nn.Tanh(), nn.Linear(4, 3)).double()
+    proxprop.convert(model, CG(2), kinds=[Scaled, nn.Linear])
+    input, compiled = randn(6, 4, seed=1), torch.compile(copy.deepcopy(model), backend="aot_eager")
+    found = directions(compiled._orig_mod, input, compiled)
+    assert_same(found, directions(model, input))
+
+
+class Scaled(nn.Module):
+    """One scale a feature: linear in its parameter, and in no table."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(features))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input * self.scale
+
+
+@works("`torch.compile` before and after conversion")
+def test_a_model_converted_after_it_was_compiled_is_compiled_anew() -> None:
+    model = proxprop.revert(small_model())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    plain = directions(model, images(), compiled)
+    proxprop.convert(model, CG(3), tau_theta=0.7)
+    assert_same(directions(model, images(), compiled), directions(model, images()))
+    proxprop.revert(model)
+    assert_same(directions(model, images(), compiled), plain)
+
+
+@works("`torch.compile`, settings changed after compiling")
+def test_changed_settings_are_seen_by_a_compiled_model() -> None:
+    model = small_model()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    directions(model, images(), compiled)
+    model[3].tau_theta = 0.01
+    model[0].solver = Exact()
+    assert_same(directions(model, images(), compiled), directions(model, images()))
