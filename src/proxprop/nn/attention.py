@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from proxprop.nn.layer import ProximalLayer, as_kernels_see, detached
+from proxprop.nn.layer import ProximalLayer, as_kernels_see, detached, handles
 from proxprop.nn.linear import linear_transfer
 
 
@@ -90,9 +90,9 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, owner: nn.Module | None = None
     ) -> Tensor:
         """`x Wᵀ + b` with the direction attached."""
-        x = as_kernels_see(x)
+        x, parameters = as_kernels_see(x), handles(weight, bias)
         output = functional.linear(x, *detached(weight, bias))
-        return self._attach(output, linear_transfer, (x,), (weight, bias), owner)
+        return self._attach(output, linear_transfer, (x,), parameters, owner)
 
     def _heads(self, x: Tensor, batched: bool) -> Tensor:
         """A projected input as `[batch, heads, length, head_dim]`."""

@@ -7,7 +7,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from proxprop.backward import Shapes
-from proxprop.nn.layer import ProximalLayer, as_kernels_see, detached
+from proxprop.nn.layer import ProximalLayer, as_kernels_see, detached, handles
 from proxprop.transfer import ConvGeometry, ConvTransfer, ConvTransposeTransfer
 from proxprop.transfer.conv_transpose import CONVOLVE_TRANSPOSED
 
@@ -22,11 +22,11 @@ class ConvLayer(ProximalLayer):
         conv = cast(nn.Conv2d, self)
         if not self._trains():
             return cast(Tensor, super().forward(input))
-        input = as_kernels_see(input)
+        input, parameters = as_kernels_see(input), handles(conv.weight, conv.bias)
         weight, bias = detached(conv.weight, conv.bias)
         output = conv._conv_forward(input, weight, bias)
         build = functools.partial(_conv_transfer, geometry(conv))
-        return self._attach(output, build, (input,), (conv.weight, conv.bias))
+        return self._attach(output, build, (input,), parameters)
 
 
 class Conv1d(ConvLayer, nn.Conv1d):
@@ -55,7 +55,7 @@ class ConvTransposeLayer(ProximalLayer):
         conv = cast(nn.ConvTranspose2d, self)
         if not self._trains():
             return cast(Tensor, super().forward(input, output_size))
-        input = as_kernels_see(input)
+        input, parameters = as_kernels_see(input), handles(conv.weight, conv.bias)
         weight, bias = detached(conv.weight, conv.bias)
         walk = geometry(conv)
         stride, widths, kernel, dilation = map(list, (walk.stride, walk.widths, walk.kernel, walk.dilation))
@@ -64,7 +64,7 @@ class ConvTransposeLayer(ProximalLayer):
             input, weight, bias, stride, widths, extra, walk.groups, dilation
         )
         build = functools.partial(_conv_transpose_transfer, walk)
-        return self._attach(output, build, (input,), (conv.weight, conv.bias))
+        return self._attach(output, build, (input,), parameters)
 
 
 class ConvTranspose1d(ConvTransposeLayer, nn.ConvTranspose1d):

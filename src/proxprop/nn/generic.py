@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from proxprop.backward import Shapes
-from proxprop.nn.layer import MixedLayer
+from proxprop.nn.layer import MixedLayer, handles
 from proxprop.transfer import AutogradTransfer, check_linear
 from proxprop.transfer.autograd import twin
 
@@ -31,6 +31,7 @@ class AnyLinearInParameters(MixedLayer):
         if not self._trains():
             return cast(Tensor, super().forward(*args, **kwargs))
         plain = twin(self, self.plain)
+        parameters = handles(*self.parameters())
         constants = {name: parameter.detach() for name, parameter in self.named_parameters()}
         output = cast(Tensor, torch.func.functional_call(plain, constants, args, kwargs))
         self._check_once(output, args, kwargs)
@@ -41,7 +42,7 @@ class AnyLinearInParameters(MixedLayer):
         build = functools.partial(
             self._transfer, [TENSOR if isinstance(x, Tensor) else x for x in leaves], structure
         )
-        return self._attach(output, build, tensors, list(self.parameters()))
+        return self._attach(output, build, tensors, parameters)
 
     def _check_once(self, output: Any, args: Any, kwargs: Any) -> None:
         """Check linearity on the first call that can tell: not an empty one, nor one with infinities or NaN."""

@@ -168,6 +168,16 @@ def detached(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None
     return weight.detach(), bias.detach() if bias is not None else None
 
 
+def handles(*parameters: Tensor | None) -> list[Tensor | None]:
+    """Views to attach a direction to, to be made before the layer's forward runs.
+
+    Autograd runs later nodes first. Through a view that is older than the forward's node, the direction reaches
+    the parameter after that node has used the parameter for the input's gradient, so that an optimizer may
+    step as soon as a gradient is there.
+    """
+    return [parameter.view_as(parameter) if parameter is not None else None for parameter in parameters]
+
+
 def check_real(layer: nn.Module, name: str) -> None:
     """Raise TypeError if the layer has complex parameters."""
     for key, parameter in layer.named_parameters(recurse=False):

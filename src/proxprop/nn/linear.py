@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from proxprop.backward import Shapes
-from proxprop.nn.layer import MixedLayer, ProximalLayer, as_kernels_see, detached
+from proxprop.nn.layer import MixedLayer, ProximalLayer, as_kernels_see, detached, handles
 from proxprop.transfer import BilinearTransfer, LinearTransfer
 
 
@@ -40,10 +40,10 @@ class Linear(ProximalLayer, nn.Linear):
         """torch's own forward."""
         if not self._trains():
             return super().forward(input)
-        input = as_kernels_see(input)
+        input, parameters = as_kernels_see(input), handles(self.weight, self.bias)
         weight, bias = detached(self.weight, self.bias)
         output = functional.linear(input, weight, bias)
-        return self._attach(output, linear_transfer, (input,), (self.weight, self.bias))
+        return self._attach(output, linear_transfer, (input,), parameters)
 
 
 class Bilinear(ProximalLayer, nn.Bilinear):
@@ -55,9 +55,10 @@ class Bilinear(ProximalLayer, nn.Bilinear):
         """torch's own forward."""
         if not self._trains():
             return super().forward(input1, input2)
+        parameters = handles(self.weight, self.bias)
         weight, bias = detached(self.weight, self.bias)
         output = functional.bilinear(input1, input2, weight, bias)
-        return self._attach(output, _bilinear_transfer, (input1, input2), (self.weight, self.bias))
+        return self._attach(output, _bilinear_transfer, (input1, input2), parameters)
 
 
 def _bilinear_transfer(inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> BilinearTransfer:
@@ -79,12 +80,12 @@ class RegisteredLinear(MixedLayer):
         """The same product as the plain class's forward."""
         if not self._trains():
             return cast(Tensor, super().forward(input))
-        input = as_kernels_see(input)
+        input, parameters = as_kernels_see(input), handles(self.weight, self.bias)
         weight, bias = detached(self.weight, self.bias)
         output = functional.linear(input, weight.mT if self.transposed else weight, bias)
         self._check_once(input, output)
         build = functools.partial(_registered_transfer, self.transposed)
-        return self._attach(output, build, (input,), (self.weight, self.bias))
+        return self._attach(output, build, (input,), parameters)
 
     def _check_once(self, input: Tensor, output: Tensor) -> None:
         if vars(self).get("_checked") or torch.compiler.is_compiling():

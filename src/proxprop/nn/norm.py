@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from proxprop.backward import Shapes
-from proxprop.nn.layer import ProximalLayer
+from proxprop.nn.layer import ProximalLayer, handles
 from proxprop.transfer import NormTransfer
 
 
@@ -25,9 +25,9 @@ class NormLayer(ProximalLayer):
         """torch's own forward."""
         if not self._trains():
             return cast(Tensor, super().forward(input))
+        parameters = handles(*(self._parameters.get(name) for name in ("weight", "bias")))
         output = cast(Tensor, self.plain.forward(constant(self, self.plain), input))
         build = functools.partial(_norm_transfer, self._normalize(), self._channel_axis(input))
-        parameters = [self._parameters.get(name) for name in ("weight", "bias")]
         return self._attach(output, build, (input, *self._statistics()), parameters)
 
     def _normalize(self) -> Any:
