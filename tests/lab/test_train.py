@@ -230,6 +230,10 @@ train(Config(**eval(sys.argv[1])), sys.argv[2], resume=True)
 """
 
 
+def newest(folder):
+    return max((path.name for path in checkpoint.paths(folder)), default=None)
+
+
 @pytest.mark.parametrize(("solver", "optimizer", "seed"), [("cg:2", "adam", 1), ("exact", "sgd", 2)])
 def test_kill_nine_at_any_moment_changes_nothing(tmp_path, small, solver, optimizer, seed):
     """Really killed, again and again, at random moments of starting, stepping, measuring and writing."""
@@ -242,19 +246,17 @@ def test_kill_nine_at_any_moment_changes_nothing(tmp_path, small, solver, optimi
     duration = time.perf_counter() - began
     moments = random.Random(seed)
     folder, killed = tmp_path / "run", 0
-    for _ in range(12):
+    for attempt in range(8):
         arguments = [sys.executable, "-c", KILLED, repr(vars(config)), str(folder)]
         process = subprocess.Popen(arguments, stderr=subprocess.PIPE)
-        before = len(checkpoint.paths(folder)) and checkpoint.paths(folder)[-1].name
-        while (
-            process.poll() is None
-        ):  # Importing torch takes longer than the run: wait until something happens.
-            found = checkpoint.paths(folder)
-            if found and found[-1].name != before:
-                break
+        before = newest(folder)
+        # Importing torch takes longer than the run: wait for the first file, or later for the next checkpoint.
+        while process.poll() is None and (
+            newest(folder) == before if attempt else not (folder / "lock").exists()
+        ):
             time.sleep(0.002)
-        if killed < 3:
-            time.sleep(moments.uniform(0, duration / 3))
+        if attempt < 4:
+            time.sleep(moments.uniform(0, duration / 4))
             process.kill()
         process.communicate()
         killed += process.returncode == -signal.SIGKILL

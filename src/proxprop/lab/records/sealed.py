@@ -17,7 +17,7 @@ def seal(values: dict[str, Any]) -> str:
     """One line of JSON with a checksum of the rest.
 
     >>> seal({"loss": 0.5})
-    '{"loss": 0.5, "crc32": "adf36ee9"}'
+    '{"loss": 0.5, "crc32": "45ef8da5"}'
     """
     return json.dumps(values | {SEAL: _checksum(values)}, allow_nan=False)
 
