@@ -82,11 +82,10 @@ def whole_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[
 # dynamo itself reads the loss's .grad where it resumes after backward, with plain layers too
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @works("`torch.compile` of the whole step (forward, backward, optimizer)")
-@pytest.mark.parametrize(("optimizer", "tolerance"), [
-    (lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), 1e-9),
-    (lambda p: torch.optim.Adam(p, lr=0.01), 1e-5),  # torch's compiled Adam corrects its bias in float32
-])  # fmt: skip
-@pytest.mark.parametrize("solver", [CG(3), Exact()], ids=str)
+@pytest.mark.parametrize(("solver", "optimizer", "tolerance"), [
+    (CG(3), lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), 1e-9),
+    (Exact(), lambda p: torch.optim.Adam(p, lr=0.01), 1e-5),  # torch's compiled Adam corrects its bias in float32
+], ids=["CG-SGD", "Exact-Adam"])  # fmt: skip
 def test_a_compiled_step_trains_as_an_eager_one(solver, optimizer, tolerance: float) -> None:
     models = [small_model(solver) for _ in range(2)]
     eager, compiled = (whole_step(model, optimizer(model.parameters())) for model in models)
@@ -118,6 +117,46 @@ class Scaled(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         return input * self.scale
+
+
+def embedded() -> nn.Module:
+    return nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4))
+
+
+class SelfAttention(nn.Module):
+    """`nn.MultiheadAttention` on one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.attention(input, input, input)[0]
+
+
+@works("`torch.compile` of every kind of layer")
+@pytest.mark.parametrize(("make", "shape"), [
+    (lambda: nn.Conv1d(4, 4, 3, groups=2, padding="same"), (2, 4, 6)),
+    (lambda: nn.ConvTranspose2d(2, 4, 3, stride=2), (2, 2, 3, 3)),
+    (lambda: nn.LayerNorm(4), (3, 4)),
+    (lambda: nn.RMSNorm(4), (3, 4)),
+    (lambda: nn.GroupNorm(2, 4), (3, 4, 2)),
+    (lambda: nn.BatchNorm2d(4), (3, 4, 2, 2)),
+    (lambda: nn.InstanceNorm1d(4, affine=True), (3, 4, 5)),
+    (SelfAttention, (2, 3, 4)),
+    (embedded, None),
+], ids=["Conv1d", "ConvTranspose2d", "LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm2d", "InstanceNorm1d",
+        "MultiheadAttention", "Embedding"])  # fmt: skip
+def test_every_kind_of_layer(make, shape) -> None:
+    torch.manual_seed(0)
+    model = proxprop.convert(make().double(), CG(2), kinds="all", include_last=True)
+    input = randn(*shape, seed=1) if shape else torch.arange(6).view(2, 3)
+    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
+    for call in (model, compiled):
+        call(input).square().sum().backward()
+    found = dict(compiled._orig_mod.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert relative_error(found[name].grad, parameter.grad) < 1e-12
 
 
 @works("`torch.compile` before and after conversion")

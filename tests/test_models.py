@@ -143,9 +143,8 @@ def test_explicit_parameters_keep_backprops_gradient(case: ModelCase) -> None:
             assert relative_error(found.grad, expected.grad) < 1e-12
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_ten_adam_steps_lower_the_loss(case: ModelCase) -> None:
-    model = convert(case, case.model())
+def train(case: ModelCase, model: nn.Module) -> list[float]:
+    """The losses of ten Adam steps."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(10):
@@ -154,8 +153,24 @@ def test_ten_adam_steps_lower_the_loss(case: ModelCase) -> None:
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ten_adam_steps_lower_the_loss(case: ModelCase) -> None:
+    model = convert(case, case.model())
+    losses = train(case, model)
     assert losses[-1] < losses[0]
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_kind_of_layer_converted_lowers_the_loss_too(case: ModelCase) -> None:
+    model = proxprop.convert(case.model(), CG(3), tau_theta=0.5, kinds="all")
+    converted = {row.name for row in proxprop.summary(model, case.data()).rows if row.status == "converted"}
+    assert len(converted) > 1 or case.kinds is not None
+    losses = train(case, model)
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("case", CASES)
