@@ -1,6 +1,6 @@
 """Turn a model's layers proximal in place, and turn them back."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from fnmatch import fnmatchcase
 from typing import Literal, TypeVar
 
@@ -145,6 +145,8 @@ def _check_kinds(kinds: Iterable[type[nn.Module]] | str | None) -> tuple[type[nn
         return tuple(TABLE)
     if isinstance(kinds, str):
         raise ValueError(f'kinds should be "all", a list of module classes or None but is {kinds!r}')
+    if not isinstance(kinds, Iterable):
+        raise TypeError(f'kinds should be "all", a list such as [nn.Linear] or None but is {kinds!r}')
     kinds = tuple(kinds)
     for kind in kinds:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
@@ -160,6 +162,11 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> set[nn.Module]:
     """Modules that a pattern names, themselves, by a parameter, or by a module around them."""
     if isinstance(patterns, str):
         raise TypeError(f"exclude should be a list of patterns but is one string: write [{patterns!r}]")
+    if not isinstance(patterns, Sequence | Set):
+        raise TypeError(f"exclude should be a list of patterns but is {patterns!r}")
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"exclude should hold patterns such as 'head.*' but holds {pattern!r}")
     found: set[nn.Module] = set()
     for pattern in patterns:
         named = [

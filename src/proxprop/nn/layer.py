@@ -95,8 +95,13 @@ class ProximalLayer(nn.Module):
         self.__class__ = self.plain  # type: ignore[assignment]
 
     def _trains(self) -> bool:
-        """Whether this call needs a direction: gradients are on and there is something to train."""
-        return torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        """Whether this call needs a direction: gradients are on and there is something to train.
+
+        An exported program is the plain model's.
+        """
+        if not torch.is_grad_enabled() or torch.compiler.is_exporting():
+            return False
+        return any(p.requires_grad for p in self.parameters())
 
     def _attach(
         self,
@@ -203,6 +208,6 @@ def as_kernels_see(input: Any) -> Any:
         return input  # torch's own kernel says what is wrong
     device = input.device.type
     castable = input.is_floating_point() and input.dtype != torch.float64
-    if castable and torch.is_autocast_enabled(device):
+    if castable and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return input.to(torch.get_autocast_dtype(device))
     return input
