@@ -161,18 +161,36 @@ def test_functional_call_with_other_parameters(solver) -> None:
     assert_same(dict(zip(others, found, strict=True)), directions(model, input))
 
 
-@works(
-    "`torch.func.grad`, `vjp`, `jacrev`, `hessian`",
+FUNC = works(
+    "`torch.func.grad`, `vjp`, `jacrev`, `hessian` while training",
     status="refused",
-    note="they differentiate backward itself; `torch.func.functional_call` with `torch.autograd.grad` works",
+    note="they differentiate backward itself; `torch.func.functional_call` with `torch.autograd.grad` works, "
+    "and so do they once nothing is trained",
 )
+
+
+@FUNC
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
 @SOLVERS
 def test_func_grad_is_refused(solver, transform) -> None:
     model = small_model(solver)
     parameters = dict(model.named_parameters())
-    with pytest.raises(RuntimeError, match=r"^3: .*torch\.func.*revert"):
+    with pytest.raises(RuntimeError, match=r"^[03]: .*torch\.func.*revert"):
         transform(lambda values: functional_loss(model, values, images()))(parameters)
+
+
+@FUNC
+@SOLVERS
+def test_func_over_the_input_is_not_silent_about_the_parameters(solver) -> None:
+    """The parameters are trained although only the input is differentiated: they must not lose their direction."""
+    model = small_model(solver)
+    with pytest.raises(RuntimeError, match=r"torch\.func.*revert"):
+        torch.func.grad(lambda x: loss_of(model, x))(images())
+    with pytest.raises(RuntimeError, match=r"torch\.func.*revert"):
+        torch.func.vjp(model, images())
+    model.requires_grad_(False)
+    found = torch.func.grad(lambda x: loss_of(model, x))(images())
+    assert relative_error(found, torch.func.grad(lambda x: loss_of(plain_model(), x))(images())) < 1e-12
 
 
 @works(
