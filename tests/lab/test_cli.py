@@ -194,3 +194,41 @@ def test_ctrl_c_says_how_to_go_on(here, blobs):
     assert "Go on with: proxprop train --out 'my run' --resume" in told
     assert "Traceback" not in errors
     assert len(list((here / "my run").glob("checkpoint-*.ckpt"))) == 1
+
+
+def test_ctrl_c_stops_a_whole_comparison_and_the_same_command_goes_on(here, blobs):
+    """Two workers, a signal to all of them, as a terminal sends it."""
+    command = [sys.executable, "-m", "proxprop.lab", "compare", "--data", str(blobs), "--hidden", "8", "--epochs", "30",
+               "--batch-size", "10", "--seeds", "1", "--lrs", "0.01,0.1", "--jobs", "2"]  # fmt: skip
+    process = subprocess.Popen(
+        command, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while process.poll() is None and not list(here.rglob("result.json")):
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    told, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Give the same command again to go on" in told
+    assert "Traceback" not in errors
+    finished = {path: path.stat().st_mtime_ns for path in here.rglob("result.json")}
+    assert 0 < len(finished) < 12
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(list(here.rglob("result.json"))) == 12
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in finished.items())
+
+
+def test_a_damaged_run_is_left_out_of_a_report_and_named(here, capsys, blobs):
+    for name in ("a", "b"):
+        assert run("train", "--data", blobs, *SMALL, "--out", f"runs/{name}") == 0
+    (here / "runs" / "b" / "config.json").write_text("{")
+    assert run("report", "runs", "--formats", "") == 0
+    assert "left out: runs/b holds no readable run" in capsys.readouterr().out
+
+
+def test_an_unwritable_place_is_told_in_a_line(here, capsys, blobs):
+    (here / "file").write_text("")
+    assert run("spectrum", "--data", blobs, "--out", "file/plot.png") == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    assert run("spectrum", "--data", blobs, "--out", "plot.pgn") == 2
+    assert "did you mean '.png'" in capsys.readouterr().err

@@ -244,3 +244,21 @@ def test_figures_by_themselves(tmp_path, comparison):
     assert {path.name for path in tmp_path.iterdir()} == {
         "report.html", "curves-sgd.svg", "rates-sgd.svg", "angle-sgd.svg",
     }  # fmt: skip
+
+
+def without_validation(record):
+    return replace(record, epochs=[row | {"validation_accuracy": None} for row in record.epochs])
+
+
+@pytest.mark.parametrize("change", [
+    without_validation,
+    lambda record: replace(record, status="unfinished", epochs=record.epochs[:1]),
+    lambda record: replace(record, status="diverged", epochs=[record.epochs[0], record.epochs[1] | {"loss": None}]),
+])  # fmt: skip
+def test_strange_records_are_reported_too(tmp_path, comparison, change):
+    text = write_report(
+        [change(record) for record in comparison], tmp_path, "t", formats=("png",)
+    ).read_text()
+    unfinished = sum(change(record).status == "unfinished" for record in comparison)
+    assert ("15 of them are unfinished" in text) == (unfinished == 15)
+    assert text.count("<svg") == 3

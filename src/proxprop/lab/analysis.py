@@ -124,7 +124,7 @@ def tasks(records: Sequence[Record]) -> list[Task]:
 def usable_rates(task: Task, arm: Arm) -> list[float]:
     """The learning rates at which an arm ends within two points of the optimizer's best mean validation accuracy."""
     best = max(_accuracy(peer, rate) for peer in task.of(arm.optimizer) for rate in peer.rates)
-    return [rate for rate in arm.rates if _accuracy(arm, rate) >= best - CLOSE]
+    return [rate for rate in arm.rates if _accuracy(arm, rate) >= best - CLOSE] if math.isfinite(best) else []
 
 
 def reach(records: Sequence[Record], target: float, key: str) -> float | None:

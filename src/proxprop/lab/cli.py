@@ -33,6 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         print(f"error: {refusal}", file=sys.stderr)
         sys.exit(MISTAKE)
+    except OSError as error:
+        if os.environ.get("PROXPROP_TRACEBACK"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(MISTAKE)
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
         sys.exit(INTERRUPTED)

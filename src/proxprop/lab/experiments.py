@@ -1,8 +1,11 @@
 """The experiments: lists of runs, exactly as the paper has them, and one function that runs a list."""
 
 import multiprocessing
-from collections.abc import Callable, Iterable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from itertools import repeat
@@ -13,7 +16,7 @@ from proxprop.lab.data import Dataset, load
 from proxprop.lab.devices import device
 from proxprop.lab.records import Record
 from proxprop.lab.train import train
-from proxprop.lab.watch import Watch
+from proxprop.lab.watch import Quiet, Watch
 
 PAPER_EPOCHS = 50
 TABLE1_RATES = (50.0, 10.0, 5.0, 1.0, 0.5, 0.1, 0.05, 0.005, 0.0005)
@@ -92,14 +95,28 @@ def run_all(
     """
     records: list[Record] = []
     if jobs == 1:
-        results = (_run(config, folder, watch) for config in configs)
-        return _collected(results, records, tell)
+        return _collected((_run(config, folder, watch) for config in configs), records, tell)
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         try:
-            return _collected(pool.map(_run, configs, repeat(folder)), records, tell)
+            with _interrupts_ignored():
+                results = pool.map(_run, configs, repeat(folder), repeat(Quiet()))
+            return _collected(results, records, tell)
         except BaseException:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(cancel_futures=True)  # Waits for the runs under way, which stop after their step.
             raise
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Workers started within inherit that Ctrl-C is ignored, except by a run under way (see `interruption`)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _collected(

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,8 @@ def train(
         Refused: the settings, the data or the folder do not allow it.
         Interrupted: Ctrl-C; a checkpoint was written after the current step.
     """
-    config, folder = config.settled(), Path(out)
-    chosen, device = method(config), devices.device(config.device)
+    chosen, device, folder = method(config), devices.device(config.device), Path(out)
+    config = replace(config.settled(), device=str(device))
     if dataset is None and not (folder / "result.json").exists():
         dataset = load(config.data, config.data_dir, config.validation)
     forked = [device] if device.type == "cuda" else []

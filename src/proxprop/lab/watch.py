@@ -58,6 +58,7 @@ class Bar(Quiet):
     SECONDS = 0.25
 
     def __init__(self) -> None:
+        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._progress = Progress(
@@ -68,6 +69,7 @@ class Bar(Quiet):
                 "loss {task.fields[loss]}  val acc {task.fields[accuracy]}  {task.fields[pace]} ms/step  ETA"
             ),
             TimeRemainingColumn(),
+            console=Console(stderr=True),
             transient=True,
         )
 
@@ -137,7 +139,7 @@ class TensorBoard(Quiet):
 
 def default() -> Watch:
     """A bar in a terminal, where rich is there; else nothing."""
-    if not sys.stderr.isatty() and not sys.stdout.isatty():
+    if not sys.stderr.isatty():
         return Quiet()
     try:
         return Bar()

@@ -73,14 +73,16 @@ def compare(
 
 
 def run_and_tell(configs: Sequence[Config], folder: Path, jobs: int) -> list[Record]:
-    """Run a list, with a bar over all of it in a terminal."""
+    """Run a list; in a terminal with a bar over all of it, or one per run where they come one by one."""
     say(f"{len(configs)} runs into {folder}; those already finished are not run again.")
-    stop, tell = _bar(len(configs))
+    stop, tell = _bar(len(configs)) if jobs > 1 else _lines(len(configs))
     try:
         return experiments.run_all(configs, folder, jobs, tell=tell)
-    except Interrupted as interrupted:
+    except (Interrupted, KeyboardInterrupt) as interrupted:
         stop()
-        say("Stopped. Give the same command again to go on: finished runs are kept, the last one is resumed.")
+        say(
+            "Stopped. Give the same command again to go on: finished runs are kept, those under way are resumed."
+        )
         raise typer.Exit(130) from interrupted
     finally:
         stop()
@@ -97,6 +99,15 @@ def _bar(total: int) -> tuple[Callable[[], None], Callable[[int, Record], None]]
     task = bar.add_task("runs", total=total)
     bar.start()
     return bar.stop, lambda number, record: bar.update(task, completed=number)
+
+
+def _lines(total: int) -> tuple[Callable[[], None], Callable[[int, Record], None]]:
+    def tell(number: int, record: Record) -> None:
+        loss = record.last["loss"]
+        ended = "diverged" if loss is None else f"loss {loss:.4g}"
+        say(f"[{number}/{total}] {record.folder.name}: {ended}")
+
+    return lambda: None, tell
 
 
 def _listed(solvers: str, base: Config) -> list[str]:

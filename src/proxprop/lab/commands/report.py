@@ -29,7 +29,7 @@ def report(
         proxprop report out/compare/runs runs/mine --out out/both --formats pdf,svg
     """
     chosen = [one_of("format", name, ("png", "svg", "pdf")) for name in formats.split(",") if name]
-    found = records.find(runs)
+    found = records.find(runs, tell=say)
     path = write_report(found, out, title, formats=chosen)
     for task in tasks(found):
         show(final_table(task), task.title)

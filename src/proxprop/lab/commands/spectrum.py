@@ -12,6 +12,7 @@ from proxprop.lab import figures
 from proxprop.lab.commands import options
 from proxprop.lab.commands.console import say, show
 from proxprop.lab.data import load
+from proxprop.lab.refusal import one_of
 from proxprop.lab.report.tables import Table
 
 PAPER = {"cifar10": "The paper says: largest 6.7e6, seven orders of magnitude above the smallest."}
@@ -36,6 +37,7 @@ def spectrum(
         proxprop spectrum
         proxprop spectrum --data cifar10 --samples 10000 --out out/cifar-spectrum.png
     """
+    one_of("the plot's suffix", out.suffix, (".png", ".svg", ".pdf"))
     config = options.config_from(None, {"data": data, "data_dir": data_dir, "tau_theta": tau_theta})
     if download:
         options.fetch(config)

@@ -88,5 +88,6 @@ def _zoom(ax: Any) -> None:
     """Leave the first, untrained epochs out of an accuracy axis, so that the ends can be told apart."""
     ends = [line.get_ydata()[-1] for line in ax.get_lines() if len(line.get_ydata())]
     lowest = np.nanmin(ends) if len(ends) and np.isfinite(ends).any() else 0.0
-    highest = max((float(np.nanmax(line.get_ydata())) for line in ax.get_lines()), default=1.0)
+    everything = [y for line in ax.get_lines() for y in line.get_ydata() if np.isfinite(y)]
+    highest = max(everything, default=1.0)
     ax.set_ylim(max(0.0, lowest - 0.8 * (1.02 - lowest)), min(1.005, highest + 0.02))

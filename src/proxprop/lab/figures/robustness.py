@@ -49,11 +49,13 @@ def robustness(task: Task, optimizer: str) -> Any:
 
 def _draw(ax: Any, arm: Arm, key: str, name: str, style: dict[str, Any], top: float) -> None:
     kept = [rate for rate in arm.rates if arm.final("loss", rate).mean <= OFF_SCALE]
-    ends = [[float(record.last[key]) for record in arm.rates[rate]] for rate in kept]
-    means = [arm.final(key, rate).mean for rate in kept]
-    below = [mean - min(values) for mean, values in zip(means, ends, strict=True)]
-    above = [max(values) - mean for mean, values in zip(means, ends, strict=True)]
-    ax.errorbar(kept, means, yerr=[below, above], label=name, capsize=2.5, elinewidth=1, **style)
+    drawn = [rate for rate in kept if math.isfinite(arm.final(key, rate).mean)]
+    ends = [[float(record.last[key]) for record in arm.rates[rate]] for rate in drawn]
+    means = [arm.final(key, rate).mean for rate in drawn]
+    # A mean of equal numbers can differ from them by a rounding.
+    below = [max(0.0, mean - min(values)) for mean, values in zip(means, ends, strict=True)]
+    above = [max(0.0, max(values) - mean) for mean, values in zip(means, ends, strict=True)]
+    ax.errorbar(drawn, means, yerr=[below, above], label=name, capsize=2.5, elinewidth=1, **style)
     lost = [rate for rate in arm.rates if rate not in kept]
     if lost:
         ax.plot(lost, [top] * len(lost), "x", color=style["color"], markersize=7, markeredgewidth=1.8,

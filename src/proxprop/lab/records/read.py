@@ -1,6 +1,6 @@
 """Read records back: nothing here trains, and nothing here trusts what it reads."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,8 @@ def read(folder: Path) -> Record:
     )
 
 
-def find(paths: Iterable[Path]) -> list[Record]:
-    """Every run in these folders and below them, by name.
+def find(paths: Iterable[Path], tell: Callable[[str], None] = lambda why: None) -> list[Record]:
+    """Every run in these folders and below them, by name; `tell` hears of each that cannot be read.
 
     Raises:
         Refused: a path does not exist, or none of them holds a readable run.
@@ -96,6 +96,7 @@ def find(paths: Iterable[Path]) -> list[Record]:
                 records.append(read(config.parent))
             except Refused as refusal:
                 refusals.append(str(refusal))
+                tell(f"left out: {refusal}")
     if not records:
         why = f": {'; '.join(refusals)}" if refusals else "; a run is a folder with a config.json"
         raise Refused(f"no readable run in {', '.join(map(str, paths))}{why}")

@@ -26,7 +26,10 @@ def _lead(task: Task) -> str:
     seeds = len({record.config.seed for record in records})
     taus = ", ".join(f"{tau:g}" for tau in task.tau_thetas())
     implicit = f", τ_θ = {taus}" if taus else ""
-    return f"{len(records)} runs, {len(task.arms)} methods, {seeds} {'seed' if seeds == 1 else 'seeds'} each{implicit}."
+    open_ends = sum(record.status == "unfinished" for record in records)
+    unfinished = f" {open_ends} of them are unfinished and count as far as they got." if open_ends else ""
+    count = f"{seeds} seed" if seeds == 1 else f"{seeds} seeds"
+    return f"{len(records)} runs, {len(task.arms)} methods, {count} each{implicit}.{unfinished}"
 
 
 def _final(task: Task) -> Iterator[str]:
