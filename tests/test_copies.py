@@ -143,21 +143,18 @@ def test_a_model_made_on_meta_trains_once_it_has_numbers() -> None:
     assert_same(directions(model, images()), directions(small_model(), images()))
 
 
-class Saved:
-    """Counts what autograd saves."""
+def saved_by(call: Callable[[], Tensor]) -> tuple[dict[int, int], Tensor]:
+    """The storages that autograd keeps for a call, with their bytes, and the call's output."""
+    saved: dict[int, int] = {}
+    kept: list[Tensor] = []  # so that no storage is freed and its address taken anew
 
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        self.count += 1
+    def save(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-
-def saved_by(call: Callable[[], Tensor]) -> tuple[int, Tensor]:
-    saved = Saved()
-    with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
-        return saved.count, call()
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        return saved, call()
 
 
 @works("Inference under `no_grad` and `inference_mode`, at no cost")
@@ -170,11 +167,22 @@ def test_inference_is_torchs_own_forward_and_saves_nothing(mode, monkeypatch: py
 
     monkeypatch.setattr("proxprop.backward.Proximal.apply", forbidden)
     with mode():
-        count, output = saved_by(lambda: model(input))
+        saved, output = saved_by(lambda: model(input))
         assert torch.equal(output, plain(input))
-    assert count == 0
+    assert saved == {}
     assert output.grad_fn is None
     assert output.is_inference() is (mode is torch.inference_mode)
+
+
+@works("Memory kept between forward and backward", note="no more than BackProp keeps")
+@SOLVERS
+def test_training_keeps_no_more_than_backprop(solver) -> None:
+    bytes_kept = []
+    for model in (plain_model(), small_model(solver)):
+        saved, output = saved_by(lambda model=model: model(images()))
+        assert output.requires_grad
+        bytes_kept.append(sum(saved.values()))
+    assert bytes_kept[1] <= bytes_kept[0]
 
 
 @works("Frozen layers (fine-tuning)")
