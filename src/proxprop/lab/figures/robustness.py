@@ -12,7 +12,7 @@ KEYS = (("loss", "final full-batch training loss"), ("validation_accuracy", "fin
 
 
 def robustness(task: Task, optimizer: str) -> Any:
-    """Two panels over the learning rate; bars reach from the lowest to the highest seed, × marks divergence.
+    """Two panels over the learning rate; bars from the lowest to the highest seed, × marks divergence.
 
     Args:
         task: from `analysis.tasks`.
@@ -29,14 +29,8 @@ def robustness(task: Task, optimizer: str) -> Any:
         for ax, (key, title) in zip(axes, KEYS, strict=True):
             ax.set_xscale("log")
             for index, arm in enumerate(task.of(optimizer)):
-                _draw(
-                    ax,
-                    arm,
-                    key,
-                    label(arm, task.tau_thetas()),
-                    look(arm, index, task.tau_thetas()),
-                    0.985 - 0.045 * index,
-                )
+                style = look(arm, index, task.tau_thetas())
+                _draw(ax, arm, key, label(arm, task.tau_thetas()), style, inset=0.015 + 0.045 * index)
             ax.set_xlabel("learning rate")
             ax.set_title(title)
         axes[0].set_yscale("log")
@@ -47,7 +41,7 @@ def robustness(task: Task, optimizer: str) -> Any:
     return figure
 
 
-def _draw(ax: Any, arm: Arm, key: str, name: str, style: dict[str, Any], top: float) -> None:
+def _draw(ax: Any, arm: Arm, key: str, name: str, style: dict[str, Any], inset: float) -> None:
     kept = [rate for rate in arm.rates if arm.final("loss", rate).mean <= OFF_SCALE]
     drawn = [rate for rate in kept if math.isfinite(arm.final(key, rate).mean)]
     ends = [[float(record.last[key]) for record in arm.rates[rate]] for rate in drawn]
@@ -56,12 +50,24 @@ def _draw(ax: Any, arm: Arm, key: str, name: str, style: dict[str, Any], top: fl
     below = [max(0.0, mean - min(values)) for mean, values in zip(means, ends, strict=True)]
     above = [max(0.0, max(values) - mean) for mean, values in zip(means, ends, strict=True)]
     ax.errorbar(drawn, means, yerr=[below, above], label=name, capsize=2.5, elinewidth=1, **style)
-    lost = [rate for rate in arm.rates if rate not in kept]
-    if lost:
-        ax.plot(lost, [top] * len(lost), "x", color=style["color"], markersize=7, markeredgewidth=1.8,
-                transform=ax.get_xaxis_transform(), clip_on=False)  # fmt: skip
+    _crosses(
+        ax, [rate for rate in arm.rates if rate not in kept], style, 1 - inset if key == "loss" else inset
+    )
     if key == "loss":
         _behind(ax, arm, style)
+
+
+def _crosses(ax: Any, lost: list[float], style: dict[str, Any], height: float) -> None:
+    """Mark learning rates that led nowhere, each method at its own height so that none hides another."""
+    if lost:
+        marks = {
+            "linestyle": "",
+            "marker": "x",
+            "markersize": 7,
+            "markeredgewidth": 1.8,
+            "color": style["color"],
+        }
+        ax.plot(lost, [height] * len(lost), transform=ax.get_xaxis_transform(), clip_on=False, **marks)
 
 
 def _behind(ax: Any, arm: Arm, style: dict[str, Any]) -> None:

@@ -65,7 +65,7 @@ def _robustness(task: Task, salt: str) -> Iterator[str]:
         yield html.heading(OPTIMIZER_NAMES.get(optimizer, optimizer), 3)
         caption = (
             "The same learning rates for every method. Bars reach from the lowest to the highest seed; "
-            "× at the top marks a learning rate at which a seed diverged or ended at a loss beyond 1000."
+            "× at the edge marks a learning rate at which a seed diverged or ended at a loss beyond 1000."
         )
         yield html.figure(figures.robustness(task, optimizer), caption, f"{salt}-rates-{optimizer}")
         yield html.table(rate_table(task, optimizer))
