@@ -95,13 +95,8 @@ class ProximalLayer(nn.Module):
         self.__class__ = self.plain  # type: ignore[assignment]
 
     def _trains(self) -> bool:
-        """Whether this call needs a direction: gradients are on and there is something to train.
-
-        An exported program is the plain model's.
-        """
-        if not torch.is_grad_enabled() or torch.compiler.is_exporting():
-            return False
-        return any(p.requires_grad for p in self.parameters())
+        """Whether this call needs a direction: gradients are on and there is something to train."""
+        return torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
 
     def _attach(
         self,
@@ -178,8 +173,11 @@ def handles(*parameters: Tensor | None) -> list[Tensor | None]:
 
     Autograd runs later nodes first. Through a view that is older than the forward's node, the direction reaches
     the parameter after that node has used the parameter for the input's gradient, so that an optimizer may
-    step as soon as a gradient is there.
+    step as soon as a gradient is there. A compiled backward is one node, and an exported program should show
+    no more than the plain layer's.
     """
+    if torch.compiler.is_compiling():
+        return list(parameters)
     return [parameter.view_as(parameter) if parameter is not None else None for parameter in parameters]
 
 

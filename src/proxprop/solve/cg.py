@@ -2,12 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from proxprop.solve.solver import FEATURE, MATRIX_FREE, SAMPLE, Sizes, Solution, Solver
+
+FUSED_SAMPLES = 1024
+"""Most samples of which the fused kernel holds whole columns in registers."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,13 @@ class CG(Solver):
 
     def samples(self, K: Tensor, G: Tensor, damping: float) -> Solution:
         """Return U with `AᵀU` the iterate of `features`, from products with K alone."""
+        noise = torch.finfo(K.dtype).eps * K.diagonal(dim1=-2, dim2=-1).amax(-1)
+        if self.per_output and fused_kernel_takes(G):
+            from proxprop.solve import fused
+
+            return Solution(fused.sample_cg(K, G, damping, self.iterations, noise))
         G, scale = normalize(G, self._sums)
-        return Solution(sample_cg(K, G, damping, self.iterations, self._sums).mul_(scale))
+        return Solution(sample_cg(K, G, damping, self.iterations, self._sums, noise).mul_(scale))
 
     def features(self, S: Tensor, B: Tensor, damping: float) -> Solution:
         """Return the iterate from products with S."""
@@ -98,7 +107,9 @@ def feature_cg(
     return D
 
 
-def sample_cg(K: Tensor, G: Tensor, damping: float, iterations: int, sums: tuple[int, ...]) -> Tensor:
+def sample_cg(
+    K: Tensor, G: Tensor, damping: float, iterations: int, sums: tuple[int, ...], noise: Tensor
+) -> Tensor:
     """The recurrence of `feature_cg` on coefficients: residual `r = Aᵀρ`, search `p = Aᵀπ`, `D = AᵀU`.
 
     Every inner product of the primal recurrence becomes one with `K = AAᵀ`:
@@ -118,16 +129,15 @@ def sample_cg(K: Tensor, G: Tensor, damping: float, iterations: int, sums: tuple
         damping: λ.
         iterations: how many steps.
         sums: the dimensions an inner product sums over.
+        noise: rounding of the largest diagonal entry of K `[groups]`.
 
     Returns:
         U `[groups, samples, outputs]`.
     """
-    largest = K.diagonal(dim1=-2, dim2=-1).amax(-1)[:, None, None]
-    noise = torch.finfo(K.dtype).eps * largest
 
     def squared_residual(rho: Tensor, K_rho: Tensor) -> Tensor:
         squared = dot(rho, K_rho, sums)
-        return torch.where(squared <= dot(rho, noise * rho, sums), 0.0, squared)
+        return torch.where(squared <= dot(rho, noise[:, None, None] * rho, sums), 0.0, squared)
 
     rho = pi = G
     K_pi = K @ rho
@@ -146,6 +156,13 @@ def sample_cg(K: Tensor, G: Tensor, damping: float, iterations: int, sums: tuple
         pi = torch.addcmul(rho, ratio, pi)
         K_pi = torch.addcmul(K_rho, ratio, K_pi)
     return U
+
+
+def fused_kernel_takes(G: Tensor) -> bool:
+    """Whether the Triton kernel is there and made for this: float32 on a CUDA GPU, not too many samples."""
+    # torch.compile fuses the plain recurrence itself.
+    made_for = G.is_cuda and G.dtype == torch.float32 and G.shape[1] <= FUSED_SAMPLES
+    return made_for and not torch.compiler.is_compiling() and find_spec("triton") is not None
 
 
 def dot(left: Tensor, right: Tensor, sums: tuple[int, ...]) -> Tensor:

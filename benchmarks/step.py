@@ -1,0 +1,244 @@
+"""Time whole training steps of ProxProp against BackProp's, interleaved in one run, and print ratios.
+
+    python benchmarks/step.py                                  # the paper's two networks at batch 500
+    python benchmarks/step.py --networks all --out results/bench/cpu.json
+    python benchmarks/step.py --spaces                         # also every space pinned, to check the plan
+
+A step is forward, backward and optimizer. On a GPU both sides are captured in CUDA graphs and timed with events;
+on a CPU with `torch.utils.benchmark`. Each round times every method once, so that a ratio compares neighbours in
+time; the median over rounds is printed with its quartiles. Needs torch alone.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median, quantiles
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "src")]
+
+import torch
+from networks import NETWORKS, Network
+from torch import nn
+from torch.utils.benchmark import Timer
+
+import proxprop
+from proxprop import CG, Exact
+
+PRECISIONS = ("fp32", "tf32", "bf16")
+METHODS = ("cg1", "cg3", "cg10", "exact", "adam", "muon", "isaac")
+SOLVERS = {"cg1": CG(1), "cg3": CG(3), "cg10": CG(10), "exact": Exact()}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on one network: milliseconds, and its ratio to BackProp's step in the same round."""
+
+    network: str
+    method: str
+    precision: str
+    milliseconds: float
+    ratio: float
+    low: float
+    high: float
+    predicted: float | None
+    memory: float | None
+
+
+def main() -> None:
+    options = parse()
+    torch.manual_seed(0)
+    rows: list[Row] = []
+    for name in list(NETWORKS) if options.networks == ["all"] else options.networks:
+        for precision in options.precisions:
+            rows += measure(NETWORKS[name], options, precision)
+    print_table(rows)
+    if options.out:
+        record = {"command": " ".join(sys.argv), "environment": environment(options.device)}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps({**record, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        print(options.out)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", default=["mlp-500", "convnet-500"], choices=[*NETWORKS, "all"])
+    parser.add_argument("--methods", nargs="+", default=["cg1", "cg3", "cg10", "exact"], choices=METHODS)
+    parser.add_argument("--precisions", nargs="+", default=["fp32"], choices=PRECISIONS)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--spaces", action="store_true", help="also time every space pinned")
+    parser.add_argument("--eager", action="store_true", help="do not capture steps in CUDA graphs")
+    parser.add_argument("--out", type=Path, help="write the rows and the environment as JSON")
+    return parser.parse_args()
+
+
+def measure(network: Network, options: argparse.Namespace, precision: str) -> list[Row]:
+    """Time every method on one network, round by round."""
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    variants = [("backprop", None)] + [(method, None) for method in options.methods]
+    if options.spaces:
+        variants += [(m, space) for m in options.methods if m in SOLVERS for space in SOLVERS[m].spaces]
+    steps, memory, predicted = {}, {}, {}
+    for method, space in variants:
+        name = f"{method}/{space}" if space else method
+        try:
+            others = torch.cuda.memory_allocated() if options.device == "cuda" else 0
+            model, step = prepare(network, method, space, options.device, precision)
+            memory[name] = peak_memory(step, options.device, others)
+            predicted[name] = prediction(network, model, options.device)
+            steps[name] = step if options.eager or options.device == "cpu" else captured(step)
+        except (RuntimeError, ImportError, ValueError) as error:
+            print(f"{network.name} {name}: not timed: {str(error).splitlines()[0]}", file=sys.stderr)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(options.rounds):
+        for name, step in steps.items():
+            times[name].append(milliseconds(step, options.device))
+    base = times["backprop"]
+    return [row(network.name, name, precision, times[name], base, predicted, memory) for name in steps]
+
+
+def row(network: str, name: str, precision: str, times: list[float], base: list[float], predicted, memory) -> Row:
+    ratios = [t / b for t, b in zip(times, base, strict=True)]
+    low, _, high = quantiles(ratios, n=4)
+    share = memory[name] / memory["backprop"] if memory["backprop"] else None
+    return Row(network, name, precision, median(times), median(ratios), low, high, predicted[name], share)
+
+
+def prepare(network: Network, method: str, space: str | None, device: str, precision: str) -> tuple[nn.Module, Callable]:
+    """A model and a function that takes one training step of it."""
+    torch.manual_seed(0)
+    model, x = network.model().to(device), network.input().to(device)
+    if method in SOLVERS:
+        proxprop.convert(model, SOLVERS[method], tau_theta=1.0, space=space)
+    elif method == "isaac":
+        replace_by_isaac(model)
+    with torch.no_grad():
+        y = network.target(model(x)).to(device)
+    optimizers = make_optimizers(model, method if method in ("adam", "muon") else network.optimizer, device)
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=precision == "bf16"):
+            output = model(x)
+            loss = nn.functional.cross_entropy(output.flatten(0, -2), y.flatten())
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return model, step
+
+
+def make_optimizers(model: nn.Module, name: str, device: str) -> list[torch.optim.Optimizer]:
+    parameters = list(model.parameters())
+    capturable = {"capturable": True, "foreach": True} if device == "cuda" else {}
+    if name == "sgd":
+        return [torch.optim.SGD(parameters, lr=1e-6, momentum=0.95, nesterov=True)]
+    if name == "adam":
+        return [torch.optim.Adam(parameters, lr=1e-6, **capturable)]
+    matrices = [p for p in parameters if p.dim() == 2]
+    others = [p for p in parameters if p.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=1e-6), torch.optim.Adam(others, lr=1e-6, **capturable)]
+
+
+def replace_by_isaac(model: nn.Module) -> None:
+    """Every linear layer but the last as `isaac.Linear`, the nearest relative: exact, bias left out."""
+    import isaac
+
+    layers = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+    linear = [entry for entry in layers if type(entry[2]) is nn.Linear]
+    for parent, name, child in linear[:-1]:
+        new = isaac.Linear(child.in_features, child.out_features, bias=child.bias is not None, la=1.0)
+        setattr(parent, name, new.to(child.weight.device))
+
+
+def captured(step: Callable) -> Callable:
+    """The step as one CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+
+    def replay(kept: Callable = step) -> None:  # the graph reads memory that only `step` keeps alive
+        graph.replay()
+
+    return replay
+
+
+def milliseconds(step: Callable, device: str, least: float = 50.0) -> float:
+    """Mean time of a step over enough of them to fill `least` milliseconds."""
+    if device == "cpu":
+        timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
+        return 1e3 * timer.timeit(max(1, int(least / max(1e-3, 1e3 * timer.timeit(1).mean)))).mean
+    step()
+    once = _events(step, 1)
+    return _events(step, max(3, int(least / max(once, 1e-3))))
+
+
+def _events(step: Callable, times: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        step()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / times
+
+
+def peak_memory(step: Callable, device: str, others: int) -> float | None:
+    """Most memory an eager step holds, in MiB, without what `others` held; only a GPU's allocator tells."""
+    step()
+    if device == "cpu":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - others) / 2**20
+
+
+def prediction(network: Network, model: nn.Module, device: str) -> float | None:
+    """The ratio that the plan's FLOPs predict for the products alone."""
+    summary = proxprop.summary(model, network.input().to(device))
+    base = sum(row.calls * row.plan.backprop_flops for row in summary.rows if row.plan)
+    return 1 + summary.flops / base if base else None
+
+
+def environment(device: str) -> dict[str, object]:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.processor() or platform.machine()}"
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "commit": commit,
+        "proxprop": proxprop.__version__,
+    }
+
+
+def print_table(rows: list[Row]) -> None:
+    print(f"{'network':20}{'precision':10}{'method':20}{'ms':>9}{'ratio':>8}{'quartiles':>14}{'FLOPs say':>11}{'memory':>8}")
+    for r in rows:
+        predicted = f"{r.predicted:.2f}" if r.predicted else ""
+        memory = f"{r.memory:.2f}" if r.memory else ""
+        spread = f"{r.low:.2f}-{r.high:.2f}"
+        print(
+            f"{r.network:20}{r.precision:10}{r.method:20}{r.milliseconds:9.3f}{r.ratio:8.2f}{spread:>14}"
+            f"{predicted:>11}{memory:>8}"
+        )
+
+
+if __name__ == "__main__":
+    main()
