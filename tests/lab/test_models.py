@@ -88,5 +88,6 @@ def test_muon_takes_hidden_matrices_only():
 def test_a_peer_is_one_entry(monkeypatch):
     monkeypatch.setitem(FAMILIES, "halved", lambda argument, config: lambda model: model.half())
     made = method(Config(solver="halved"))
+    assert made.name == "halved"
     assert isinstance(made, Method)
     assert made.prepare(torch.nn.Linear(2, 2)).weight.dtype == torch.float16

@@ -97,6 +97,12 @@ def test_nothing_is_said_without_a_comparison(made):
     assert findings(tasks([made("backprop")])[0]) == []
 
 
+def test_a_peer_is_in_the_table_but_not_called_proxprop(made):
+    task = tasks([made("backprop"), made("halved", loss=1e-6)])[0]
+    assert headline(task) is None
+    assert [row[0] for row in final_table(task).rows] == ["Nesterov SGD · BackProp", "Nesterov SGD · halved"]
+
+
 def test_findings_tell_the_numbers(comparison):
     said = " ".join(findings(tasks(comparison)[0]))
     assert "BackProp 2 of 3, ProxProp cg3 2 of 2" in said

@@ -256,7 +256,7 @@ def test_kill_nine_at_any_moment_changes_nothing(tmp_path, small, solver, optimi
         ):
             time.sleep(0.002)
         if attempt < 4:
-            time.sleep(moments.uniform(0, duration / 4))
+            time.sleep(moments.uniform(0, duration / 6))
             process.kill()
         process.communicate()
         killed += process.returncode == -signal.SIGKILL

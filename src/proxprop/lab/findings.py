@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 from proxprop.lab.analysis import CLOSE, OPTIMIZER_NAMES, Arm, Task, reach, usable_rates
+from proxprop.lab.methods import is_proximal
 from proxprop.lab.records import Record
 
 
@@ -72,11 +73,11 @@ def findings(task: Task) -> list[str]:
 
 
 def _contests(task: Task) -> list[tuple[str, Arm, list[Arm]]]:
-    """Per optimizer: its name, BackProp, and what is compared with it."""
+    """Per optimizer: its name, BackProp, and ProxProp's solvers; peers are in the tables and figures."""
     found = []
     for optimizer in task.optimizers():
         backprop = task.backprop(optimizer)
-        others = [arm for arm in task.of(optimizer) if arm.solver != "backprop"]
+        others = [arm for arm in task.of(optimizer) if is_proximal(arm.solver)]
         if backprop is not None and others:
             found.append((OPTIMIZER_NAMES.get(optimizer, optimizer), backprop, others))
     return found

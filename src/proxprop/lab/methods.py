@@ -47,12 +47,19 @@ def method(config: Config) -> Method:
 
 
 def solver_name(solver: str) -> str:
-    """A solver's name for people.
+    """A solver's name for people; a peer goes by its own.
 
-    >>> [solver_name(s) for s in ("backprop", "cg:10", "exact")]
-    ['BackProp', 'ProxProp cg10', 'ProxProp exact']
+    >>> [solver_name(s) for s in ("backprop", "cg:10", "exact", "kfac")]
+    ['BackProp', 'ProxProp cg10', 'ProxProp exact', 'kfac']
     """
-    return "BackProp" if solver == "backprop" else f"ProxProp {solver.replace(':', '')}"
+    if is_proximal(solver):
+        return f"ProxProp {solver.replace(':', '')}"
+    return "BackProp" if solver == "backprop" else solver
+
+
+def is_proximal(solver: str) -> bool:
+    """Whether a solver is one of this library's own."""
+    return solver.partition(":")[0] in ("cg", "exact")
 
 
 def _backprop(argument: str, config: Config) -> Prepare:
