@@ -4,8 +4,8 @@ BIN := .venv/bin
 
 .PHONY: demo test check format clean
 
-demo: .venv/.installed  ## train BackProp and ProxProp side by side on embedded data
-	$(BIN)/python examples/digits.py
+demo: .venv/.installed  ## train BackProp and ProxProp side by side on embedded data; ends in out/compare/report.html
+	$(BIN)/proxprop compare
 
 test: .venv/.installed  ## the whole test suite, doctests included
 	$(BIN)/python -m pytest

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from proxprop.settings import Settings
 from proxprop.solve import DIAGONAL, FEATURE, SAMPLE, Plan, plan
@@ -170,8 +171,7 @@ class Proximal(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
                 f"{ctx.call.failures.layer}: a proximal direction can't be differentiated again, but "
-                "create_graph=True, or torch.func, asks for it. Use proxprop.revert(model) for gradient "
-                "penalties and Hessians, and torch.autograd.grad with torch.func.functional_call for a direction"
+                "create_graph=True asks for it. Use proxprop.revert(model) for gradient penalties and Hessians"
             )
         call: Call = ctx.call
         trained = ctx.needs_input_grad[2 + call.inputs :]
@@ -188,12 +188,17 @@ class Proximal(torch.autograd.Function):
             ]
         return (G, None, *[None] * call.inputs, *D)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, output: Tensor, call: Call, *tensors: Tensor | None) -> Any:
-        """Refused: a direction belongs to a whole batch."""
+
+def refuse_transforms(layer: str) -> None:
+    """Raise RuntimeError inside torch.func's transforms and forward-mode differentiation."""
+    if not torch.compiler.is_compiling() and (
+        forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    ):
         raise RuntimeError(
-            f"{call.failures.layer}: vmap would split a batch whose direction is that of all its samples. "
-            "Use proxprop.revert(model) for per-sample gradients; under torch.no_grad() vmap works"
+            f"{layer}: a direction belongs to a whole batch and is not a derivative, so a proximal "
+            "layer that trains refuses torch.func's grad, vjp and jvp, vmap and forward-mode differentiation. Use "
+            "proxprop.revert(model), or torch.no_grad() where no direction is wanted; torch.autograd.grad with "
+            "torch.func.functional_call works"
         )
 
 

@@ -116,6 +116,8 @@ def refusal(module: nn.Module) -> str:
     """Why a module can't be converted although its class can; empty if it can."""
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
+    if any(name in vars(module) for name in ("weight", "in_proj_weight")):
+        return "a hook computes its weight, so its output is not linear in what is trained"
     kind = plain_class(module)
     return TABLE[kind].refusal(module) if kind in TABLE else ""
 

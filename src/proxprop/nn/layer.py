@@ -7,7 +7,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from proxprop.backward import Build, Call, Failures, Observer, attach_direction
+from proxprop.backward import Build, Call, Failures, Observer, attach_direction, refuse_transforms
 from proxprop.settings import Scaling, Settings
 from proxprop.solve import CG, SPACES, Plan, Solver
 from proxprop.solve.plan import possible_spaces
@@ -115,6 +115,7 @@ class ProximalLayer(nn.Module):
             parameters: None for one that the layer does not have.
             owner: the module they belong to, where it is not this one.
         """
+        refuse_transforms(self._failures.layer)
         if not any(p is not None and p.requires_grad for p in parameters):
             return output
         _check_dense(self._failures.layer, inputs)
