@@ -65,8 +65,12 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="+", default=["mlp-500", "convnet-500"], choices=[*NETWORKS, "all"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--networks", nargs="+", default=["mlp-500", "convnet-500"], choices=[*NETWORKS, "all"]
+    )
     parser.add_argument("--methods", nargs="+", default=["cg1", "cg3", "cg10", "exact"], choices=METHODS)
     parser.add_argument("--precisions", nargs="+", default=["fp32"], choices=PRECISIONS)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -103,14 +107,18 @@ def measure(network: Network, options: argparse.Namespace, precision: str) -> li
     return [row(network.name, name, precision, times[name], base, predicted, memory) for name in steps]
 
 
-def row(network: str, name: str, precision: str, times: list[float], base: list[float], predicted, memory) -> Row:
+def row(
+    network: str, name: str, precision: str, times: list[float], base: list[float], predicted, memory
+) -> Row:
     ratios = [t / b for t, b in zip(times, base, strict=True)]
     low, _, high = quantiles(ratios, n=4)
     share = memory[name] / memory["backprop"] if memory["backprop"] else None
     return Row(network, name, precision, median(times), median(ratios), low, high, predicted[name], share)
 
 
-def prepare(network: Network, method: str, space: str | None, device: str, precision: str) -> tuple[nn.Module, Callable]:
+def prepare(
+    network: Network, method: str, space: str | None, device: str, precision: str
+) -> tuple[nn.Module, Callable]:
     """A model and a function that takes one training step of it."""
     torch.manual_seed(0)
     model, x = network.model().to(device), network.input().to(device)
@@ -216,8 +224,12 @@ def prediction(network: Network, model: nn.Module, device: str) -> float | None:
 
 
 def environment(device: str) -> dict[str, object]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.processor() or platform.machine()}"
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    name = (
+        torch.cuda.get_device_name() if device == "cuda" else f"{platform.processor() or platform.machine()}"
+    )
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -229,7 +241,9 @@ def environment(device: str) -> dict[str, object]:
 
 
 def print_table(rows: list[Row]) -> None:
-    print(f"{'network':20}{'precision':10}{'method':20}{'ms':>9}{'ratio':>8}{'quartiles':>14}{'FLOPs say':>11}{'memory':>8}")
+    print(
+        f"{'network':20}{'precision':10}{'method':20}{'ms':>9}{'ratio':>8}{'quartiles':>14}{'FLOPs say':>11}{'memory':>8}"
+    )
     for r in rows:
         predicted = f"{r.predicted:.2f}" if r.predicted else ""
         memory = f"{r.memory:.2f}" if r.memory else ""

@@ -1,5 +1,6 @@
 """Analysis, findings, figures and page: pure functions of records that say what the records say."""
 
+import csv
 import math
 import re
 from dataclasses import replace
@@ -268,3 +269,15 @@ def test_strange_records_are_reported_too(tmp_path, comparison, change):
     unfinished = sum(change(record).status == "unfinished" for record in comparison)
     assert ("15 of them are unfinished" in text) == (unfinished == 15)
     assert text.count("<svg") == 3
+
+
+def test_a_report_comes_with_every_epoch_as_a_table(comparison, tmp_path):
+    write_report(comparison, tmp_path, "t")
+    with (tmp_path / "records.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == sum(len(record.epochs) for record in comparison)
+    last = [row for row in rows if row["solver"] == "cg:3" and row["lr"] == "1.0" and row["seed"] == "2"][-1]
+    assert float(last["loss"]) == pytest.approx(0.001)
+    assert last["status"] == "finished"
+    diverged = [row for row in rows if row["status"] == "diverged"]
+    assert {row["solver"] for row in diverged} == {"backprop"}

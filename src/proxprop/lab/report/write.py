@@ -8,6 +8,7 @@ from proxprop.lab import figures
 from proxprop.lab.analysis import Task, tasks
 from proxprop.lab.records import Record
 from proxprop.lab.records.sealed import write_bytes
+from proxprop.lab.records.tidy import tidy
 from proxprop.lab.refusal import Refused
 from proxprop.lab.report import html
 from proxprop.lab.report.sections import rerun_section, task_sections
@@ -21,7 +22,7 @@ def write_report(
     formats: Sequence[str] = (),
     groups: Mapping[str, Sequence[Record]] | None = None,
 ) -> Path:
-    """Write `report.html` into a folder.
+    """Write `report.html` into a folder, and beside it `records.csv`: every epoch of every run.
 
     Args:
         records: from `records.find`.
@@ -41,6 +42,7 @@ def write_report(
         out.mkdir(parents=True, exist_ok=True)
         path = out / "report.html"
         write_bytes(path, html.page(title, body).encode())
+        write_bytes(out / "records.csv", tidy(records).encode())
     except OSError as error:
         raise Refused(f"cannot write the report into {out}: {error.strerror}") from error
     for name, figure in named_figures(found) if formats else ():
