@@ -6,7 +6,8 @@
 
 A step is forward, backward and optimizer. On a GPU both sides are captured in CUDA graphs and timed with events;
 on a CPU with `torch.utils.benchmark`. Each round times every method once, so that a ratio compares neighbours in
-time; the median over rounds is printed with its quartiles. Needs torch alone.
+time; the median over rounds is printed with its quartiles. Needs torch alone; PYTHONPATH=src where proxprop is
+not installed.
 """
 
 import argparse
@@ -18,8 +19,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "src")]
 
 import torch
 from networks import NETWORKS, Network
@@ -241,9 +240,8 @@ def environment(device: str) -> dict[str, object]:
 
 
 def print_table(rows: list[Row]) -> None:
-    print(
-        f"{'network':20}{'precision':10}{'method':20}{'ms':>9}{'ratio':>8}{'quartiles':>14}{'FLOPs say':>11}{'memory':>8}"
-    )
+    print(f"{'network':20}{'precision':10}{'method':20}{'ms':>9}{'ratio':>8}{'quartiles':>14}", end="")
+    print(f"{'FLOPs say':>11}{'memory':>8}")
     for r in rows:
         predicted = f"{r.predicted:.2f}" if r.predicted else ""
         memory = f"{r.memory:.2f}" if r.memory else ""

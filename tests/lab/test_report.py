@@ -249,7 +249,7 @@ def test_a_report_is_the_same_every_time(tmp_path, comparison):
 def test_figures_by_themselves(tmp_path, comparison):
     write_report(comparison, tmp_path, "t", formats=("svg",))
     assert {path.name for path in tmp_path.iterdir()} == {
-        "report.html", "curves-sgd.svg", "rates-sgd.svg", "angle-sgd.svg",
+        "report.html", "records.csv", "curves-sgd.svg", "rates-sgd.svg", "angle-sgd.svg",
     }  # fmt: skip
 
 

@@ -188,7 +188,8 @@ def fused_kernel_takes(G: Tensor) -> bool:
 def dot(left: Tensor, right: Tensor, sums: tuple[int, ...]) -> Tensor:
     """Inner product over the dimensions `sums`, which are kept with size 1."""
     if sums == (-2,):
-        return torch.linalg.vecdot(left, right, dim=-2).unsqueeze(-2)
+        product: Tensor = torch.linalg.vecdot(left, right, dim=-2)
+        return product.unsqueeze(-2)
     return (left * right).sum(sums, keepdim=True)
 
 

@@ -66,14 +66,16 @@ def inverse(L: Tensor) -> Tensor:
     """`(LLᵀ)⁻¹`: with as many right-hand sides as rows, one product with it beats two triangular solves."""
     if L.is_cuda:  # cholesky_inverse's GPU kernel can't be captured in a CUDA graph
         eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
-        halfway = torch.linalg.solve_triangular(L, eye, upper=False)
+        halfway: Tensor = torch.linalg.solve_triangular(L, eye, upper=False)
         return halfway.mT @ halfway
     return torch.cholesky_inverse(L)
 
 
 def _substitute(L: Tensor, B: Tensor) -> Tensor:
     """`(LLᵀ)⁻¹B` by two triangular solves; cholesky_solve's GPU kernel can't be captured in a CUDA graph."""
-    return torch.linalg.solve_triangular(L.mT, torch.linalg.solve_triangular(L, B, upper=False), upper=True)
+    halfway = torch.linalg.solve_triangular(L, B, upper=False)
+    solved: Tensor = torch.linalg.solve_triangular(L.mT, halfway, upper=True)
+    return solved
 
 
 def apply(factor: Factor, B: Tensor) -> Solution:
