@@ -90,6 +90,11 @@ class Failures:
         return {"layer": self.layer, "warned": self.warned, "pending": None}
 
 
+def planned(transfer: Transfer, settings: Settings) -> Plan:
+    """The plan for a call."""
+    return plan(transfer.sizes, settings.solver, settings.space, transfer.spaces, transfer.gram_flops())
+
+
 @dataclass(frozen=True)
 class Call:
     """All that backward needs to know of a call, beside tensors."""
@@ -112,7 +117,7 @@ class Call:
         """What backward will do for this call."""
         shapes = [p.shape if p is not None and p.requires_grad else None for p in parameters]
         transfer, _ = self.transfer([tensor.detach() for tensor in inputs], output.detach(), shapes)
-        return plan(transfer.sizes, self.settings.solver, self.settings.space, transfer.spaces)
+        return planned(transfer, self.settings)
 
 
 def solve(transfer: Transfer, G: Tensor, settings: Settings) -> Direction:
@@ -127,7 +132,7 @@ def solve(transfer: Transfer, G: Tensor, settings: Settings) -> Direction:
         The direction, in the shapes of the layer's parameters.
     """
     samples = transfer.sizes.samples
-    chosen = plan(transfer.sizes, settings.solver, settings.space, transfer.spaces)
+    chosen = planned(transfer, settings)
     damping, factor = settings.damping(samples), settings.factor(samples)
     solver = settings.solver
     if samples == 0 or transfer.sizes.features == 0:

@@ -55,7 +55,13 @@ class Plan:
         return f"{self.space} ({how}; beyond BackProp: {costs})"
 
 
-def plan(sizes: Sizes, solver: Solver, space: str | None = None, available: tuple[str, ...] = SPACES) -> Plan:
+def plan(
+    sizes: Sizes,
+    solver: Solver,
+    space: str | None = None,
+    available: tuple[str, ...] = SPACES,
+    gram_flops: float | None = None,
+) -> Plan:
     """Choose the space with the fewest FLOPs, or the one that was asked for.
 
     With N samples, n features and m outputs a space costs, beyond BackProp's `6Nnm`, its Gram matrix
@@ -66,6 +72,7 @@ def plan(sizes: Sizes, solver: Solver, space: str | None = None, available: tupl
         solver: says which spaces it can work in and what it costs there.
         space: pin this space instead of choosing.
         available: the spaces that the layer has.
+        gram_flops: what S costs, where the layer has a better way than `2Nn²`.
 
     Raises:
         ValueError: the solver and the layer have no space in common, or not the one that was asked for.
@@ -76,7 +83,8 @@ def plan(sizes: Sizes, solver: Solver, space: str | None = None, available: tupl
         sample (fewest FLOPs; beyond BackProp: sample 0.204x, matrix_free 2x, feature 6.4x)
     """
     spaces = possible_spaces(solver, space, available)
-    costs = {name: _cost(sizes, solver, name) for name in available if name in (*solver.spaces, DIAGONAL)}
+    usable = [name for name in available if name in (*solver.spaces, DIAGONAL)]
+    costs = {name: _cost(sizes, solver, name, gram_flops) for name in usable}
     cheapest = spaces[0]
     for name in spaces[1:]:  # a loop, because torch.compile does not trace `min(..., key=...)`
         if costs[name].flops < costs[cheapest].flops:
@@ -107,14 +115,19 @@ def possible_spaces(
     return common
 
 
-def _cost(sizes: Sizes, solver: Solver, space: str) -> Cost:
+def _cost(sizes: Sizes, solver: Solver, space: str, gram_flops: float | None) -> Cost:
     """FLOPs and numbers stored beyond BackProp's: the Gram matrix, and about four arrays of the unknowns."""
     groups, samples, features, outputs = sizes
     if space == DIAGONAL:
         return Cost(groups * (samples + features * outputs), groups * features)
-    gram, numbers = {
-        SAMPLE: (2.0 * samples**2 * features, samples**2 + 4.0 * samples * outputs),
-        FEATURE: (2.0 * samples * features**2, features**2 + 4.0 * features * outputs),
-        MATRIX_FREE: (0.0, (samples + 4.0 * features) * outputs),
-    }[space]
-    return Cost(groups * gram + solver.flops(sizes, space), groups * numbers)
+    form = {
+        SAMPLE: 2.0 * groups * samples**2 * features,
+        FEATURE: 2.0 * groups * samples * features**2 if gram_flops is None else gram_flops,
+        MATRIX_FREE: 0.0,
+    }
+    numbers = {
+        SAMPLE: samples**2 + 4.0 * samples * outputs,
+        FEATURE: features**2 + 4.0 * features * outputs,
+        MATRIX_FREE: (samples + 4.0 * features) * outputs,
+    }
+    return Cost(form[space] + solver.flops(sizes, space), groups * numbers[space])

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional, grad
 
 from proxprop.solve import Sizes
+from proxprop.transfer import autocorrelation
 from proxprop.transfer.affine import Affine
 from proxprop.transfer.transfer import Parameters
 
@@ -91,10 +92,14 @@ class ConvTransfer(Affine):
         return self._unfold(self._padded())
 
     def gram(self) -> Tensor:
-        """`S = AᵀA`, summed over blocks of images so that few patches exist at a time."""
+        """`S = AᵀA`, from autocorrelations, or summed over blocks of images so that few patches exist at a time."""
         groups, samples, features, _ = self.sizes
         if self.weight_shape is None:
             return self.batched.new_full((groups, 1, 1), float(samples))
+        if self._correlates():
+            image, walks = self._image_and_walks()
+            S = autocorrelation.gram(image, walks)
+            return self._border(S, autocorrelation.sums(image, walks)) if self.bias else S
         inputs = features - self.bias
         S = self.batched.new_zeros(groups, inputs, inputs)
         sums = self.batched.new_zeros(groups, inputs)
@@ -140,6 +145,29 @@ class ConvTransfer(Affine):
         groups, _, _, outputs = self.sizes
         split = U.reshape(groups, self.batched_shape[0], -1, outputs)
         return split.permute(1, 0, 3, 2).reshape(self.output_shape)
+
+    def gram_flops(self) -> float | None:
+        """FLOPs of S where it comes from autocorrelations."""
+        if self.weight_shape is None or not self._correlates():
+            return None
+        image, walks = self._image_and_walks()
+        return autocorrelation.flops(walks, *image.shape[:3])
+
+    def _correlates(self) -> bool:
+        """Whether S comes from autocorrelations; torch.compile can't generate code for complex numbers."""
+        if torch.compiler.is_compiling() or any(step != 1 for step in self.geometry.stride):
+            return False
+        return autocorrelation.applies(self._image_and_walks()[1])
+
+    def _image_and_walks(self) -> tuple[Tensor, list[autocorrelation.Walk]]:
+        """The input `[batch, groups, channels, *space]` and how the kernel walks over it."""
+        g = self.geometry
+        input, padding = self._kernel_input()
+        walks = [
+            autocorrelation.Walk(*of_axis)
+            for of_axis in zip(input.shape[2:], g.kernel, g.dilation, padding, strict=True)
+        ]
+        return input.unflatten(1, (g.groups, -1)), walks
 
     def _kernel_input(self) -> tuple[Tensor, tuple[int, ...]]:
         """What to hand to a convolution kernel: the input and the padding it should add itself."""

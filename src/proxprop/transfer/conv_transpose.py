@@ -50,6 +50,10 @@ class ConvTransposeTransfer(ConvTransfer):
             bias = G.sum([0, *range(2, G.dim())])
         return weight, bias
 
+    def _correlates(self) -> bool:
+        """Not worth it: most of the spread-out input is zeros."""
+        return False
+
     def _padded(self) -> Tensor:
         """The input spread out by the stride, with the border that makes every output position a patch."""
         g, space = self.geometry, self.batched.shape[2:]

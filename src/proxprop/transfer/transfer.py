@@ -53,6 +53,10 @@ class Transfer(ABC):
         """`S = AᵀA [groups, features, features]`, freshly made."""
         raise NotImplementedError(f"{type(self).__name__} has no feature space")
 
+    def gram_flops(self) -> float | None:
+        """FLOPs of `gram`, where it is not the plain product of rows."""
+        return None
+
     def divide(self, G: Tensor, damping: float, factor: float) -> Parameters:
         """`factor·(λI + S)⁻¹AᵀG` where S is diagonal."""
         raise NotImplementedError(f"{type(self).__name__} has no diagonal S")

@@ -1,0 +1,228 @@
+"""Exact Gram matrices of convolutions at stride 1 from autocorrelations, without unfolding patches.
+
+For taps i, j of one dimension, `S[i, j] = Σ_o x[o + e·i − p]·x[o + e·j − p]` over output positions o depends on the lag
+`j − i` alone, but for products near the border that an output position does not reach:
+
+    S[i, j] = Σ_u x[u]·x[u + e(j − i)]  −  Σ_{u < e·i − p} …  −  Σ_{u ≥ H − Q + e·i} …,     Q = max(0, e(k−1) − p)
+
+The first sum is an autocorrelation, had from a Fourier transform; the other two touch the first and the last Q entries
+only. In several dimensions each is a sum over all positions, the first, or the last ones, so S is a signed sum over all
+combinations, each of them exact. Unfolding costs `kernel²` products an input entry; this costs about one.
+
+Shapes: input `[batch, groups, channels, *space]`; S `[groups, channels·kernel, channels·kernel]`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import log2, pi, prod
+
+import torch
+from torch import Tensor
+
+ALL, FIRST, LAST = "all", "first", "last"
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How a convolution walks along one dimension, at stride 1 and with zeros beyond the border."""
+
+    size: int
+    kernel: int
+    dilation: int
+    padding: int
+
+    @property
+    def border(self) -> int:
+        """Q: how many entries at either end some output position does not reach."""
+        return max(0, self.dilation * (self.kernel - 1) - self.padding)
+
+    @property
+    def outputs(self) -> int:
+        """How many output positions there are."""
+        return self.size + 2 * self.padding - self.dilation * (self.kernel - 1)
+
+    @property
+    def transform(self) -> int:
+        """Length of a Fourier transform in which no lag wraps around: even, and a product of 2, 3 and 5."""
+        length = self.size + self.dilation * (self.kernel - 1)
+        while length % 2 or not _smooth(length):
+            length += 1
+        return length
+
+    def lags(self) -> Tensor:
+        """Distances between two taps."""
+        return self.dilation * torch.arange(1 - self.kernel, self.kernel)
+
+    def taps(self) -> Tensor:
+        """How products enter S `[tap·tap, products]`: by lag; less those of first and of last entries."""
+        i, j = torch.arange(self.kernel)[:, None, None], torch.arange(self.kernel)[None, :, None]
+        by_lag = (j - i == torch.arange(1 - self.kernel, self.kernel)).double().flatten(0, 1)
+        r, s = torch.arange(self.border)[:, None], torch.arange(self.border)[None, :]
+        i, j = i[..., None], j[..., None]
+        same_lag = s - r == self.dilation * (j - i)
+        first = (same_lag & (r < self.dilation * i - self.padding)).double().flatten(2).flatten(0, 1)
+        last = (same_lag & (r >= self.dilation * i)).double().flatten(2).flatten(0, 1)
+        return torch.cat([by_lag, -first, -last], dim=1)
+
+    def windows(self) -> Tensor:
+        """Which entries each tap sees `[tap, entry]`."""
+        position = torch.arange(self.size) + self.padding - self.dilation * torch.arange(self.kernel)[:, None]
+        return ((position >= 0) & (position < self.outputs)).double()
+
+
+def applies(walks: list[Walk]) -> bool:
+    """Whether the formula holds (the first and the last entries lie in the image) and there is a kernel at all."""
+    return prod(w.kernel for w in walks) > 1 and all(w.size >= w.border and w.outputs > 0 for w in walks)
+
+
+def flops(walks: list[Walk], batch: int, groups: int, channels: int) -> float:
+    """FLOPs of the largest part: transforms, products for each frequency, and the inverse at the lags."""
+    points = prod(w.transform for w in walks)
+    transforms = 2.5 * batch * channels * points * log2(points)
+    products = 3.0 * batch * channels**2 * points
+    inverse = 2.0 * channels**2 * points * prod(2 * w.kernel - 1 for w in walks)
+    taps = 20.0 * (channels * prod(w.kernel for w in walks)) ** 2  # S is moved a few times; counted as FLOPs
+    return groups * (transforms + products + inverse + taps)
+
+
+def gram(x: Tensor, walks: list[Walk]) -> Tensor:
+    """`S = AᵀA` of the patches of x, the ones column left out.
+
+    Args:
+        x: input `[batch, groups, channels, *space]`, not padded.
+        walks: one a spatial dimension.
+
+    Returns:
+        S `[groups, channels·kernel, channels·kernel]`.
+    """
+    groups, channels = x.shape[1:3]
+    S = _products(x, walks, ())
+    for axis, walk in enumerate(walks):
+        S = torch.movedim(torch.tensordot(_taps(walk, x.dtype, x.device), S, ([1], [1 + axis])), 0, 1 + axis)
+    taps = [size for walk in walks for size in (walk.kernel, walk.kernel)]
+    S = S.reshape(groups, *taps, channels, channels)
+    first, second = (range(start, 1 + len(taps), 2) for start in (1, 2))
+    features = channels * prod(walk.kernel for walk in walks)
+    return S.permute(0, -2, *first, -1, *second).reshape(groups, features, features)
+
+
+def sums(x: Tensor, walks: list[Walk]) -> Tensor:
+    """Column sums of the patches `[groups, channels·kernel]`."""
+    total = x.sum(0)
+    for axis, walk in enumerate(walks):
+        seen = torch.tensordot(total, _windows(walk, x.dtype, x.device), ([2 + axis], [1]))
+        total = seen.movedim(-1, 2 + axis)
+    return total.flatten(1)
+
+
+def _products(x: Tensor, walks: list[Walk], chosen: tuple[str, ...]) -> Tensor:
+    """All products that S is made of, part by part in every dimension.
+
+    Args:
+        x: the input.
+        walks: one a spatial dimension.
+        chosen: the part of each dimension so far; the others are still to be chosen.
+
+    Returns:
+        `[groups, *products of each dimension, channels, channels]`, in the order of `Walk.taps`.
+    """
+    axis = len(chosen)
+    if axis < len(walks):
+        parts = [ALL, FIRST, LAST] if walks[axis].border else [ALL]
+        return torch.cat([_products(x, walks, (*chosen, part)) for part in parts], dim=1 + axis)
+    whole = [axis for axis, part in enumerate(chosen) if part == ALL]
+    edges = [axis for axis, part in enumerate(chosen) if part != ALL]
+    for axis in edges:
+        width = walks[axis].border
+        x = x.narrow(3 + axis, 0 if chosen[axis] == FIRST else walks[axis].size - width, width)
+    # Entries at an edge are told apart, like channels; along the other dimensions only lags matter.
+    x = x.permute(0, 1, *(3 + axis for axis in edges), 2, *(3 + axis for axis in whole))
+    found = _correlations(x.flatten(2, 2 + len(edges)), [walks[axis] for axis in whole])
+    widths = x.shape[2 : 3 + len(edges)]
+    found = found.reshape(*found.shape[: 1 + len(whole)], *widths, *widths)
+    return _by_dimension(found, whole, edges)
+
+
+def _by_dimension(found: Tensor, whole: list[int], edges: list[int]) -> Tensor:
+    """From `[groups, *lags, *edge entries, channels, *edge entries, channels]` to one axis a dimension."""
+    lag = {axis: 1 + place for place, axis in enumerate(whole)}
+    entry = {axis: 1 + len(whole) + place for place, axis in enumerate(edges)}
+    other = 1 + len(edges)
+    order, sizes = [0], [found.shape[0]]
+    for axis in range(len(whole) + len(edges)):
+        places = [lag[axis]] if axis in lag else [entry[axis], entry[axis] + other]
+        order += places
+        sizes.append(prod(found.shape[place] for place in places))
+    channels = [found.dim() - 1 - other, found.dim() - 1]
+    return found.permute(*order, *channels).reshape(*sizes, found.shape[-1], found.shape[-1])
+
+
+def _correlations(x: Tensor, walks: list[Walk]) -> Tensor:
+    """`Σ_b Σ_u x[b, c, u]·x[b, c', u + lag]` for all lags between taps.
+
+    Args:
+        x: `[batch, groups, channels, *space]`.
+        walks: one for each dimension of space; none leaves a plain product over the batch.
+
+    Returns:
+        `[groups, *lags, channels, channels]`.
+    """
+    batch, groups, channels = x.shape[:3]
+    if not walks:
+        rows = x.permute(1, 2, 0)
+        return rows @ rows.mT
+    lengths, half = _lengths(walks)
+    spectrum = torch.fft.rfftn(x, s=lengths, dim=list(range(3, x.dim())))
+    # [groups, frequency, channels, (real | imaginary) · batch]
+    stacked = (
+        torch.view_as_real(spectrum.flatten(3))
+        .permute(1, 3, 2, 4, 0)
+        .reshape(groups, prod(half), channels, -1)
+    )
+    even = stacked @ stacked.mT
+    cross = stacked[..., :batch] @ stacked[..., batch:].mT
+    odd = cross - cross.mT
+    cosine, sine = _inverse(tuple(walks), x.dtype, x.device)
+    found = cosine @ even.flatten(2) - sine @ odd.flatten(2)
+    return found.reshape(groups, *(2 * w.kernel - 1 for w in walks), channels, channels)
+
+
+@lru_cache
+def _inverse(walks: tuple[Walk, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the inverse transform at the lags `[lags, frequencies]`, both halves of it counted."""
+    lengths, half = _lengths(walks)
+    angle = torch.zeros(1, 1, dtype=torch.float64)
+    for walk, length, frequencies in zip(walks, lengths, half, strict=True):
+        turns = walk.lags()[:, None] * torch.arange(frequencies, dtype=torch.float64) / length
+        total = angle[:, None, :, None] + 2 * pi * turns[None, :, None, :]
+        angle = total.reshape(total.shape[0] * total.shape[1], -1)
+    twice = torch.full((half[-1],), 2.0, dtype=torch.float64)
+    twice[0] = twice[-1] = 1.0
+    weight = twice.repeat(prod(half[:-1])) / prod(lengths)
+    return (angle.cos() * weight).to(device, dtype), (angle.sin() * weight).to(device, dtype)
+
+
+@lru_cache
+def _taps(walk: Walk, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`walk.taps()`, copied to a device once: a copy in every backward could not be captured in a CUDA graph."""
+    return walk.taps().to(device, dtype)
+
+
+@lru_cache
+def _windows(walk: Walk, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`walk.windows()`, copied to a device once."""
+    return walk.windows().to(device, dtype)
+
+
+def _lengths(walks: Sequence[Walk]) -> tuple[list[int], list[int]]:
+    """Transform lengths, and how many frequencies of each are kept: half of the last, since x is real."""
+    lengths = [walk.transform for walk in walks]
+    return lengths, [*lengths[:-1], lengths[-1] // 2 + 1]
+
+
+def _smooth(length: int) -> bool:
+    for factor in (2, 3, 5):
+        while length % factor == 0:
+            length //= factor
+    return length == 1

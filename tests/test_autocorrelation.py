@@ -1,0 +1,92 @@
+"""S of a convolution from autocorrelations equals S from unfolded patches, for any geometry."""
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from cases import randn, relative_error
+from proxprop.transfer import ConvGeometry, ConvTransfer
+from proxprop.transfer.autocorrelation import Walk, applies, gram, sums
+
+walks = st.builds(
+    Walk,
+    size=st.integers(1, 9),
+    kernel=st.integers(1, 5),
+    dilation=st.integers(1, 3),
+    padding=st.integers(0, 5),
+)
+
+
+def patches(x: torch.Tensor, walks: list[Walk]) -> torch.Tensor:
+    """Rows `[groups, batch·positions, channels·kernel]`, cut out one tap at a time."""
+    x = functional.pad(x, [width for walk in reversed(walks) for width in (walk.padding,) * 2])
+    taps = torch.cartesian_prod(*[torch.arange(walk.kernel) for walk in walks]).view(-1, len(walks))
+    cut = []
+    for tap in taps.tolist():
+        seen = x
+        for axis, walk in enumerate(walks):
+            seen = seen.narrow(3 + axis, tap[axis] * walk.dilation, walk.outputs)
+        cut.append(seen.flatten(3))
+    # [batch, groups, channels, positions, taps] -> [groups, batch·positions, channels·taps]
+    return torch.stack(cut, -1).permute(1, 0, 3, 2, 4).flatten(3).flatten(1, 2)
+
+
+@given(
+    walks=st.lists(walks, min_size=1, max_size=2),
+    batch=st.integers(1, 3),
+    groups=st.integers(1, 2),
+    channels=st.integers(1, 3),
+    seed=st.integers(0, 2**31),
+)
+def test_equals_the_product_of_patches(walks, batch, groups, channels, seed) -> None:
+    assume(applies(walks))
+    x = randn(batch, groups, channels, *(walk.size for walk in walks), seed=seed) + 0.5
+    A = patches(x, walks)
+    assert relative_error(gram(x, walks), A.mT @ A) < 1e-11
+    assert relative_error(sums(x, walks), A.sum(1)) < 1e-11
+
+
+def test_equals_the_product_of_patches_in_three_dimensions() -> None:
+    walks = [Walk(4, 2, 1, 0), Walk(5, 3, 1, 1), Walk(3, 2, 2, 2)]
+    x = randn(2, 1, 2, 4, 5, 3, seed=0)
+    A = patches(x, walks)
+    assert relative_error(gram(x, walks), A.mT @ A) < 1e-12
+    assert relative_error(sums(x, walks), A.sum(1)) < 1e-12
+
+
+@pytest.mark.parametrize(("shape", "kernel", "padding"), [((500, 3, 32, 32), 5, 2), ((64, 32, 8, 8), 3, 1)])
+def test_float32_is_as_good_as_unfolding(shape, kernel, padding) -> None:
+    """Images with a mean, as real ones have."""
+    x = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    walk = Walk(shape[2], kernel, 1, padding)
+    S = gram(x[:, None], [walk, walk])
+    exact = gram(x[:, None].double(), [walk, walk])
+    assert relative_error(S.double(), exact) < 2e-6
+    damped = torch.eye(S.shape[-1], dtype=torch.float64) + exact[0]
+    B = randn(S.shape[-1], 4, seed=1)
+    found = torch.linalg.solve(torch.eye(S.shape[-1], dtype=torch.float64) + S[0].double(), B)
+    assert relative_error(found, torch.linalg.solve(damped, B)) < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("stride", "kernel", "size", "correlates"),
+    [
+        ((1, 1), (3, 3), 6, True),
+        ((2, 1), (3, 3), 6, False),  # only stride 1
+        ((1, 1), (1, 1), 6, False),  # nothing to gain
+        ((1, 1), (9, 9), 5, False),  # an image smaller than its border
+    ],
+)
+def test_a_convolution_correlates_where_that_is_right(stride, kernel, size, correlates) -> None:
+    padding = ((0, 0),) * 2 if size > 5 else ((2, 2),) * 2
+    geometry = ConvGeometry(kernel, stride, (1, 1), padding, "constant", 1)
+    x = randn(2, 2, size, size, seed=0)
+    weight = randn(3, 2, *kernel, seed=1)
+    output = functional.conv2d(x, weight, None, stride, padding[0])
+    transfer = ConvTransfer(x, output.shape, weight.shape, True, geometry)
+    assert transfer._correlates() == correlates
+    A = torch.cat([transfer.rows(), torch.ones(1, transfer.sizes.samples, 1, dtype=torch.float64)], dim=-1)
+    assert relative_error(transfer.gram(), A.mT @ A) < 1e-12
+    assert (transfer.gram_flops() is not None) == correlates
