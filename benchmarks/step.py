@@ -12,6 +12,7 @@ not installed.
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys

@@ -206,7 +206,7 @@ def as_kernels_see(input: Any) -> Any:
     if not isinstance(input, Tensor):
         return input  # torch's own kernel says what is wrong
     device = input.device.type
-    castable = input.is_floating_point() and input.dtype != torch.float64
-    if castable and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    castable = input.is_floating_point() and input.dtype != torch.float64 and not input.is_meta
+    if castable and torch.is_autocast_enabled(device):
         return input.to(torch.get_autocast_dtype(device))
     return input

@@ -20,8 +20,6 @@ from math import log2, pi, prod
 import torch
 from torch import Tensor
 
-ALL, FIRST, LAST = "all", "first", "last"
-
 
 @dataclass(frozen=True)
 class Walk:
@@ -116,42 +114,48 @@ def sums(x: Tensor, walks: list[Walk]) -> Tensor:
     return total.flatten(1)
 
 
-def _products(x: Tensor, walks: list[Walk], chosen: tuple[str, ...]) -> Tensor:
-    """All products that S is made of, part by part in every dimension.
+def _products(x: Tensor, walks: list[Walk], at_edge: tuple[bool, ...]) -> Tensor:
+    """All products that S is made of.
 
     Args:
         x: the input.
         walks: one a spatial dimension.
-        chosen: the part of each dimension so far; the others are still to be chosen.
+        at_edge: for each dimension so far, whether the products are those of its first and last entries, which
+            S takes off, or those of all its entries; the other dimensions are still to be chosen.
 
     Returns:
         `[groups, *products of each dimension, channels, channels]`, in the order of `Walk.taps`.
     """
-    axis = len(chosen)
+    axis = len(at_edge)
     if axis < len(walks):
-        parts = [ALL, FIRST, LAST] if walks[axis].border else [ALL]
-        return torch.cat([_products(x, walks, (*chosen, part)) for part in parts], dim=1 + axis)
-    whole = [axis for axis, part in enumerate(chosen) if part == ALL]
-    edges = [axis for axis, part in enumerate(chosen) if part != ALL]
-    for axis in edges:
-        width = walks[axis].border
-        x = x.narrow(3 + axis, 0 if chosen[axis] == FIRST else walks[axis].size - width, width)
+        choices = [False, True] if walks[axis].border else [False]
+        return torch.cat([_products(x, walks, (*at_edge, choice)) for choice in choices], dim=1 + axis)
+    whole = [axis for axis, edge in enumerate(at_edge) if not edge]
+    edges = [axis for axis, edge in enumerate(at_edge) if edge]
+    for axis in edges:  # both sides at once, as groups
+        walk = walks[axis]
+        sides = [x.narrow(3 + axis, start, walk.border) for start in (0, walk.size - walk.border)]
+        x = torch.cat(sides, dim=1)
     # Entries at an edge are told apart, like channels; along the other dimensions only lags matter.
     x = x.permute(0, 1, *(3 + axis for axis in edges), 2, *(3 + axis for axis in whole))
     found = _correlations(x.flatten(2, 2 + len(edges)), [walks[axis] for axis in whole])
     widths = x.shape[2 : 3 + len(edges)]
-    found = found.reshape(*found.shape[: 1 + len(whole)], *widths, *widths)
+    found = found.reshape(*[2] * len(edges), -1, *found.shape[1 : 1 + len(whole)], *widths, *widths)
     return _by_dimension(found, whole, edges)
 
 
 def _by_dimension(found: Tensor, whole: list[int], edges: list[int]) -> Tensor:
-    """From `[groups, *lags, *edge entries, channels, *edge entries, channels]` to one axis a dimension."""
-    lag = {axis: 1 + place for place, axis in enumerate(whole)}
-    entry = {axis: 1 + len(whole) + place for place, axis in enumerate(edges)}
+    """One axis a dimension.
+
+    From `[*sides (last edge first), groups, *lags, *edge entries, channels, *edge entries, channels]`.
+    """
+    side = {axis: len(edges) - 1 - place for place, axis in enumerate(edges)}
+    lag = {axis: len(edges) + 1 + place for place, axis in enumerate(whole)}
+    entry = {axis: len(edges) + 1 + len(whole) + place for place, axis in enumerate(edges)}
     other = 1 + len(edges)
-    order, sizes = [0], [found.shape[0]]
+    order, sizes = [len(edges)], [found.shape[len(edges)]]
     for axis in range(len(whole) + len(edges)):
-        places = [lag[axis]] if axis in lag else [entry[axis], entry[axis] + other]
+        places = [lag[axis]] if axis in lag else [side[axis], entry[axis], entry[axis] + other]
         order += places
         sizes.append(prod(found.shape[place] for place in places))
     channels = [found.dim() - 1 - other, found.dim() - 1]
