@@ -224,9 +224,8 @@ def prediction(network: Network, model: nn.Module, device: str) -> float | None:
 
 
 def environment(device: str) -> dict[str, object]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    commit = asked.stdout.strip() or os.environ.get("COMMIT", "")  # a copied tree has no repository to ask
     name = (
         torch.cuda.get_device_name() if device == "cuda" else f"{platform.processor() or platform.machine()}"
     )
