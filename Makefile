@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check format clean
+.PHONY: demo test check format docs clean
 
 demo: .venv/.installed  ## train BackProp and ProxProp side by side on embedded data; ends in out/compare/report.html
 	$(BIN)/proxprop compare
@@ -19,6 +19,10 @@ check: .venv/.installed  ## format, lint, types, tests
 format: .venv/.installed  ## rewrite the code in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: .venv/.installed  ## rewrite the documents that are made from tests and records
+	$(BIN)/python tests/compatibility.py > docs/compatibility.md.new && mv docs/compatibility.md.new docs/compatibility.md
+	$(BIN)/python benchmarks/report.py > docs/performance.md.new && mv docs/performance.md.new docs/performance.md
 
 clean:  ## remove everything that was built or installed
 	rm -rf .venv out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -58,7 +58,8 @@ def main() -> None:
             rows += measure(NETWORKS[name], options, precision)
     print_table(rows)
     if options.out:
-        record = {"command": " ".join(sys.argv), "environment": environment(options.device)}
+        command = " ".join(sys.argv).split(" --out")[0]
+        record = {"command": command, "environment": environment(options.device)}
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps({**record, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
         print(options.out)
@@ -161,6 +162,8 @@ def replace_by_isaac(model: nn.Module) -> None:
 
     layers = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     linear = [entry for entry in layers if type(entry[2]) is nn.Linear]
+    if len(linear) < 2:
+        raise ValueError("isaac has no layer for this network")
     for parent, name, child in linear[:-1]:
         new = isaac.Linear(child.in_features, child.out_features, bias=child.bias is not None, la=1.0)
         setattr(parent, name, new.to(child.weight.device))

@@ -141,13 +141,18 @@ def solve(transfer: Transfer, G: Tensor, settings: Settings) -> Direction:
         return Direction(transfer.divide(G, damping, factor), chosen, None)
     if chosen.space == SAMPLE:
         U, failed = solver.samples(transfer.kernel(), transfer.to_samples(G), damping)
-        return Direction(transfer.gradient(transfer.from_samples(U * factor)), chosen, failed)
+        return Direction(transfer.gradient(transfer.from_samples(_times(U, factor))), chosen, failed)
     B = transfer.to_features(transfer.gradient(G))
     if chosen.space == FEATURE:
         V, failed = solver.features(transfer.gram(), B, damping)
     else:
         V, failed = solver.matrix_free(transfer.normal, B, damping)
-    return Direction(transfer.from_features(V * factor), chosen, failed)
+    return Direction(transfer.from_features(_times(V, factor)), chosen, failed)
+
+
+def _times(solution: Tensor, factor: float) -> Tensor:
+    """The solution scaled in place; untouched in the paper's scaling."""
+    return solution if factor == 1.0 else solution.mul_(factor)
 
 
 class Proximal(torch.autograd.Function):

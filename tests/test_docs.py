@@ -1,0 +1,42 @@
+"""What the documents say is what the records and the code say."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def ratio(network: str, method: str) -> str:
+    rows = json.loads((ROOT / "results" / "bench" / "h200.json").read_text())["rows"]
+    (found,) = [
+        r["ratio"] for r in rows if (r["network"], r["method"], r["precision"]) == (network, method, "fp32")
+    ]
+    return f"{found:.2f}"
+
+
+def test_the_readmes_example_runs(capsys) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names: dict[str, object] = {}
+    exec(example, names)
+    assert "Linear  16,640" in capsys.readouterr().out
+
+
+def test_the_readmes_ratios_are_the_records() -> None:
+    text = " ".join(README.split())
+    mlp = f"{ratio('mlp-500', 'cg1')} (cg1), {ratio('mlp-500', 'cg3')} (cg3) and {ratio('mlp-500', 'exact')} (exact)"
+    assert f"the paper's MLP costs {mlp} times BackProp" in text
+    convnet = f"{ratio('convnet-500', 'cg3')} (cg3) and {ratio('convnet-500', 'exact')} (exact)"
+    assert f"its ConvNet {convnet}" in text
+    assert f"costs {ratio('mlp-wide-256', 'cg3')} (cg3)" in text
+    assert f"a narrow one (128) {ratio('mlp-narrow-2048', 'cg3')}" in text
+
+
+def test_the_performance_page_is_made_from_the_records() -> None:
+    made = subprocess.run(
+        [sys.executable, "benchmarks/report.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert (ROOT / "docs" / "performance.md").read_text() == made, "run `make docs`"
