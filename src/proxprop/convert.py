@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Sequence, Set
 from fnmatch import fnmatchcase
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from proxprop.nn import TABLE, ProximalLayer, default_kinds, proximal_class
-from proxprop.nn.layer import check_real
+from proxprop.nn.layer import COMPUTED, check_real
 from proxprop.settings import Scaling, Settings
 from proxprop.solve import CG, Solver
 
@@ -65,11 +65,13 @@ def convert(
     kinds = _check_kinds(kinds)
     excluded = _matching(model, exclude)
     last = None if include_last else last_layer(model, kinds)
+    inside = _inside_generic(model, kinds)
     selected = [
         (name, module)
         for name, module in model.named_modules()
-        if plain_class(module) in kinds and module is not last and module not in excluded
-        if not refusal(module)
+        if plain_class(module) in kinds and module is not last and not refusal(module)
+        if not any(inner in excluded for inner in module.modules())
+        if module not in inside
     ]
     if not selected:
         raise ValueError(_nothing_to_convert(model, kinds, last))
@@ -93,14 +95,25 @@ def revert(model: Model) -> Model:
     """
     check_module(model, "revert")
     for module in model.modules():
-        if isinstance(module, ProximalLayer):
+        if isinstance(module, ProximalLayer) and plain_class(module) is not type(module):
             module._abandon()
     return model
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module, or the one its proximal class stands for."""
-    return module.plain if isinstance(module, ProximalLayer) else type(module)
+    """The class of a module, or the one its proximal class stands for.
+
+    A subclass that someone wrote of a proximal class stands for itself.
+    """
+    ours = isinstance(module, ProximalLayer) and "plain" in vars(type(module))
+    return cast(ProximalLayer, module).plain if ours else type(module)
+
+
+def _inside_generic(model: nn.Module, kinds: Iterable[type[nn.Module]]) -> set[nn.Module]:
+    """Modules inside one that is solved as a whole, matrix-free."""
+    whole = [module for module in model.modules() if plain_class(module) in kinds]
+    whole = [module for module in whole if plain_class(module) not in TABLE]
+    return {inner for module in whole for inner in module.modules() if inner is not module}
 
 
 LAZY = "the shape of its lazy layers is not known yet: run the model once, then convert"
@@ -116,7 +129,7 @@ def refusal(module: nn.Module) -> str:
     """Why a module can't be converted although its class can; empty if it can."""
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
-    if any(name in vars(module) for name in ("weight", "in_proj_weight")):
+    if not COMPUTED.isdisjoint(vars(module)):
         return "a hook computes its weight, so its output is not linear in what is trained"
     kind = plain_class(module)
     return TABLE[kind].refusal(module) if kind in TABLE else ""
@@ -131,7 +144,8 @@ def last_layer(model: nn.Module, kinds: Iterable[type[nn.Module]] = ()) -> nn.Mo
     """The last module that is a matrix product or an unknown one of `kinds`, in the order of `named_modules`."""
     candidates = {*default_kinds(), *(kind for kind in kinds if kind not in TABLE)}
     layers = [module for module in model.modules() if plain_class(module) in candidates]
-    return layers[-1] if layers else None
+    inside = _inside_generic(model, kinds)
+    return next((module for module in reversed(layers) if module not in inside), None)
 
 
 def check_module(model: object, caller: str) -> None:
@@ -150,6 +164,8 @@ def _check_kinds(kinds: Iterable[type[nn.Module]] | str | None) -> tuple[type[nn
     if not isinstance(kinds, Iterable):
         raise TypeError(f'kinds should be "all", a list such as [nn.Linear] or None but is {kinds!r}')
     kinds = tuple(kinds)
+    if not kinds:
+        raise ValueError('kinds is empty; it should be "all", a list such as [nn.Linear] or None')
     for kind in kinds:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
             raise TypeError(f"kinds should hold module classes such as nn.Linear but holds {kind!r}")

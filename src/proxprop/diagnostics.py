@@ -44,7 +44,7 @@ def observe(model: nn.Module) -> Iterator[dict[str, list[Report]]]:
 
     Each report costs about one more forward and backward of its layer.
 
-    Returns:
+    Yields:
         A dict from layer name to its reports, oldest first.
 
     Example:

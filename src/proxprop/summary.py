@@ -21,6 +21,7 @@ from proxprop.convert import (
 )
 from proxprop.nn import TABLE, ProximalLayer, default_kinds
 from proxprop.solve import Plan
+from proxprop.transfer.autograd import cuda_devices
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,7 @@ class LayerSummary:
         parameters: how many numbers it owns.
         status: "converted" or "explicit".
         reason: why it stays explicit; empty where it is converted.
-        plan: how its system is solved; None for an explicit layer or one the example did not reach.
-        calls: how many systems it sets up in a forward pass.
+        plans: how each system that it sets up in a forward pass is solved.
     """
 
     name: str
@@ -42,8 +42,17 @@ class LayerSummary:
     parameters: int
     status: str
     reason: str
-    plan: Plan | None
-    calls: int
+    plans: tuple[Plan, ...]
+
+    @property
+    def plan(self) -> Plan | None:
+        """How its (first) system is solved; None for an explicit layer or one the example did not reach."""
+        return self.plans[0] if self.plans else None
+
+    @property
+    def calls(self) -> int:
+        """How many systems it sets up in a forward pass."""
+        return len(self.plans)
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,7 @@ class Summary:
     @property
     def flops(self) -> float:
         """FLOPs beyond BackProp's, all layers together."""
-        return sum(row.calls * row.plan.flops for row in self.rows if row.plan)
+        return sum(plan.flops for row in self.rows for plan in row.plans)
 
     def __str__(self) -> str:
         header = ("layer", "kind", "parameters", "solved in", "extra FLOPs", "extra memory", "why")
@@ -72,7 +81,7 @@ class Summary:
         trained = sum(row.parameters for row in self.rows)
         share = sum(row.parameters for row in converted) / trained if trained else 0.0
         yield f"{len(converted)} of {len(self.rows)} modules converted, {share:.1%} of {trained:,} parameters"
-        plain = sum(row.calls * row.plan.backprop_flops for row in converted if row.plan)
+        plain = sum(plan.backprop_flops for row in converted for plan in row.plans)
         if plain:
             yield f"extra FLOPs: {self.flops:.3g}, {self.flops / plain:.2f}x BackProp's for the converted layers"
 
@@ -139,8 +148,7 @@ def _row(
         parameters=sum(p.numel() for p in module.parameters(recurse=False)),
         status="converted" if converted else "explicit",
         reason=_reason(module, last, reached=bool(found)),
-        plan=found[0] if found else None,
-        calls=len(found),
+        plans=tuple(found),
     )
 
 
@@ -179,7 +187,8 @@ def _unknown_kind(kind: type[nn.Module]) -> str:
         return QUANTIZED
     base = next((known for known in kind.__mro__ if known in TABLE), None)
     if base is not None:
-        return f"a subclass of {base.__name__} with a forward of its own; see kinds and proxprop.register"
+        own = "with a forward of its own" if kind.forward is not base.forward else "that may do more"
+        return f"a subclass of {base.__name__} {own}; see kinds and proxprop.register"
     return "not a kind proxprop knows; see kinds and proxprop.register"
 
 
@@ -195,7 +204,7 @@ def _plans(model: nn.Module, example: Any) -> dict[nn.Module, list[Plan]]:
     try:
         for layer in layers:
             layer._planned = take_down
-        with torch.enable_grad(), torch.random.fork_rng():
+        with torch.enable_grad(), torch.random.fork_rng(devices=cuda_devices(model)):
             _call(model.eval(), example)
     finally:
         for layer in layers:

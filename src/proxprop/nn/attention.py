@@ -47,11 +47,13 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
             return super().forward(*arguments)
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
-        batched = query.dim() == 3
+        masks = (key_padding_mask, attn_mask)
+        batched = functional._mha_shape_check(query, key, value, *masks, self.num_heads)  # type: ignore[attr-defined]
+        hinted = is_causal and key_padding_mask is None and not need_weights  # torch then trusts the hint
         q, k, v = (self._heads(x, batched) for x in self._project(query, key, value))
         if not batched and key_padding_mask is not None:
             key_padding_mask = key_padding_mask[None]
-        mask = self._merged_mask(q, k, key_padding_mask, attn_mask)
+        mask = self._merged_mask(q, k, key_padding_mask, None if hinted else attn_mask)
         dropout = self.dropout if self.training else 0.0
         if need_weights:
             scores = (q * sqrt(1.0 / self.head_dim)) @ k.mT
@@ -59,7 +61,7 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
             weights = functional.dropout(weights, dropout)
             mixed = weights @ v
         else:
-            mixed = functional.scaled_dot_product_attention(q, k, v, mask, dropout)
+            mixed = functional.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=hinted)
         output = self._project_out(self._joined(mixed, batched))
         if not need_weights:
             return output, None
@@ -113,14 +115,25 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
         self, q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None
     ) -> Tensor | None:
         """Both masks as one to be added to the scores `[batch, heads, length, source]`."""
+        batch, heads, length, source = *q.shape[:3], k.shape[2]
+        if k.shape[0] != batch:
+            raise RuntimeError(f"key should have the query's batch of {batch} but has {k.shape[0]}")
         merged = None
         if mask is not None:
-            merged = _additive(mask, q.dtype)
-            if merged.dim() == 3:
-                merged = merged.view(q.shape[0], self.num_heads, q.shape[2], k.shape[2])
+            allowed = [(length, source), (batch * heads, length, source)]
+            if mask.shape not in allowed:
+                raise RuntimeError(
+                    f"attn_mask should have shape {allowed[0]} or {allowed[1]} but has {tuple(mask.shape)}"
+                )
+            merged = _additive("attn_mask", mask, q.dtype)
+            merged = merged if merged.dim() == 2 else merged.view(batch, heads, length, source)
         if padding is not None:
-            padding = _additive(padding, q.dtype)[:, None, None, :]
-            merged = padding if merged is None else merged + padding
+            if padding.shape != (batch, source):
+                raise RuntimeError(
+                    f"key_padding_mask should have shape {(batch, source)} but has {tuple(padding.shape)}"
+                )
+            added = _additive("key_padding_mask", padding, q.dtype)[:, None, None, :]
+            merged = added if merged is None else merged + added
         return merged
 
     @classmethod
@@ -131,8 +144,10 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
         return ""
 
 
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A boolean mask (True: not allowed) as zeros and minus infinities."""
-    if mask.dtype != torch.bool:
+def _additive(name: str, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask (True: not allowed) as zeros and minus infinities; a floating one as it is."""
+    if mask.is_floating_point():
         return mask.to(dtype)
+    if mask.dtype != torch.bool:
+        raise AssertionError(f"only bool and floating types of {name} are supported but it is {mask.dtype}")
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))

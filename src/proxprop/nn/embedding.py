@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from proxprop.backward import Shapes
-from proxprop.nn.layer import ProximalLayer
+from proxprop.nn.layer import ProximalLayer, handles
 from proxprop.transfer import EmbeddingBagTransfer, EmbeddingTransfer
 
 
@@ -54,6 +54,7 @@ class EmbeddingBag(ProximalLayer, nn.EmbeddingBag):
         """torch's own forward."""
         if not self._trains():
             return super().forward(input, offsets, per_sample_weights)
+        parameters = [self.weight] if self.sparse else handles(self.weight)  # a view takes no sparse gradient
         output = functional.embedding_bag(
             input, self.weight.detach(), offsets, self.max_norm, self.norm_type, False, self.mode,
             False, per_sample_weights, self.include_last_offset, self.padding_idx,
@@ -61,7 +62,7 @@ class EmbeddingBag(ProximalLayer, nn.EmbeddingBag):
         given = [offsets is not None, per_sample_weights is not None]
         build = functools.partial(_embedding_bag_transfer, given, self.mode, self.padding_idx, self.sparse)
         tensors = [t for t in (input, offsets, per_sample_weights) if t is not None]
-        return self._attach(output, build, tensors, (self.weight,))
+        return self._attach(output, build, tensors, parameters)
 
     @classmethod
     def refusal(cls, module: Any) -> str:

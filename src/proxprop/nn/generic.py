@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from proxprop.backward import Shapes
@@ -35,12 +35,13 @@ class AnyLinearInParameters(MixedLayer):
         constants = {name: parameter.detach() for name, parameter in self.named_parameters()}
         output = cast(Tensor, torch.func.functional_call(plain, constants, args, kwargs))
         self._check_once(output, args, kwargs)
-        for module, copied in zip(self.modules(), plain.modules(), strict=True):
-            module._buffers.update(copied._buffers)
+        output = _own_memory(output, [*constants.values(), *args, *kwargs.values()])
+        for own, copied in zip(self.buffers(), plain.buffers(), strict=True):
+            own.copy_(copied)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         build = functools.partial(
-            self._transfer, [TENSOR if isinstance(x, Tensor) else x for x in leaves], structure
+            self._transfer, plain, [TENSOR if isinstance(x, Tensor) else x for x in leaves], structure
         )
         return self._attach(output, build, tensors, parameters)
 
@@ -48,22 +49,36 @@ class AnyLinearInParameters(MixedLayer):
         """Check linearity on the first call that can tell: not an empty one, nor one with infinities or NaN."""
         if vars(self).get("_checked"):
             return
-        telling = not isinstance(output, Tensor) or (output.numel() and bool(output.isfinite().all()))
+        telling = not isinstance(output, Tensor) or _tells(output)
         if telling:
             check_linear(twin(self, self.plain), *args, **kwargs)
             self._checked = True
 
     def _transfer(
         self,
+        plain: nn.Module,
         leaves: Sequence[Any],
         structure: pytree.TreeSpec,
         inputs: Sequence[Tensor],
         like: Tensor,
         shapes: Shapes,
     ) -> AutogradTransfer:
-        """The transfer of one call; `leaves` are its arguments, with `TENSOR` for each of `inputs`."""
+        """The transfer of one call of `plain`; `leaves` are its arguments, with `TENSOR` for each of `inputs`."""
         following = iter(inputs)
         filled = [next(following) if leaf is TENSOR else leaf for leaf in leaves]
         arguments, keywords = pytree.tree_unflatten(filled, structure)
         named = dict(zip((name for name, _ in self.named_parameters()), shapes, strict=True))
-        return AutogradTransfer(twin(self, self.plain), arguments, keywords, named, like.dtype)
+        return AutogradTransfer(twin(plain, self.plain), arguments, keywords, named, like.dtype)
+
+
+def _tells(output: Tensor) -> bool:
+    """Whether an output can show that a map is not linear."""
+    return not output.is_meta and output.numel() > 0 and bool(output.isfinite().all())
+
+
+def _own_memory(output: Tensor, others: Sequence[Any]) -> Tensor:
+    """The output, copied if it is a view of a parameter or an argument, which an in-place activation would change."""
+    if not isinstance(output, Tensor) or output.is_meta:
+        return output
+    taken = {t.untyped_storage().data_ptr() for t in others if isinstance(t, Tensor)}
+    return output.clone() if output.untyped_storage().data_ptr() in taken else output

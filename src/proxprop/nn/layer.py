@@ -16,6 +16,10 @@ Planned = Callable[[nn.Module, Plan], None]
 """Is told the module that owns the parameters of each system a forward pass sets up, and its plan."""
 
 
+COMPUTED = {"weight", "in_proj_weight"}
+"""Parameters that, where found as plain attributes, are computed by a hook."""
+
+
 def _setting(name: str) -> Any:
     """A property that reads one setting, and checks what is written to it."""
 
@@ -96,6 +100,11 @@ class ProximalLayer(nn.Module):
 
     def _trains(self) -> bool:
         """Whether this call needs a direction: gradients are on and there is something to train."""
+        if vars(self).get("_is_replica"):
+            raise RuntimeError(
+                f"{self._failures.layer}: nn.DataParallel's replicas have no parameters to give a direction to. Use "
+                "torch.nn.parallel.DistributedDataParallel"
+            )
         return torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
 
     def _attach(
@@ -116,6 +125,12 @@ class ProximalLayer(nn.Module):
             owner: the module they belong to, where it is not this one.
         """
         refuse_transforms(self._failures.layer)
+        if "parametrizations" in self._modules or not COMPUTED.isdisjoint(vars(self)):
+            raise RuntimeError(
+                f"{self._failures.layer}: its weight is computed by a hook or a parametrization that was added after "
+                "convert, so its output is not linear in what is trained. Call proxprop.revert(model) before "
+                "adding it; convert then leaves the layer explicit"
+            )
         if not any(p is not None and p.requires_grad for p in parameters):
             return output
         _check_dense(self._failures.layer, inputs)

@@ -88,8 +88,10 @@ class RegisteredLinear(MixedLayer):
         return self._attach(output, build, (input,), parameters)
 
     def _check_once(self, input: Tensor, output: Tensor) -> None:
-        if vars(self).get("_checked") or torch.compiler.is_compiling():
+        if vars(self).get("_checked") or torch.compiler.is_compiling() or output.is_meta:
             return
+        if not bool(output.isfinite().all()):
+            return  # a later call will tell
         with torch.no_grad():
             expected = cast(Tensor, super().forward(input))
         tolerance = torch.finfo(expected.dtype).eps ** 0.5

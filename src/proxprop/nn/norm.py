@@ -35,8 +35,9 @@ class NormLayer(ProximalLayer):
         raise NotImplementedError
 
     def _statistics(self) -> tuple[Tensor, ...]:
-        """Tensors beside the input that x̂ depends on."""
-        return ()
+        """Tensors beside the input that x̂ depends on: running statistics, in evaluation."""
+        running = [self._buffers.get(name) for name in ("running_mean", "running_var")]
+        return () if self.training else tuple(buffer for buffer in running if buffer is not None)
 
     def _channel_axis(self, input: Tensor) -> int | None:
         """The axis whose entries have a γ each; None where γ has the shape of the last axes."""
@@ -85,12 +86,6 @@ class _BatchNorm(NormLayer):
         norm = cast(nn.BatchNorm2d, self)
         return functools.partial(_batch_norm, norm.eps)
 
-    def _statistics(self) -> tuple[Tensor, ...]:
-        norm = cast(nn.BatchNorm2d, self)
-        if norm.training or norm.running_mean is None or norm.running_var is None:
-            return ()
-        return norm.running_mean, norm.running_var
-
     def _channel_axis(self, input: Tensor) -> int | None:
         return 1
 
@@ -121,12 +116,6 @@ class _InstanceNorm(NormLayer):
     def _normalize(self) -> Any:
         norm = cast(nn.InstanceNorm2d, self)
         return functools.partial(_instance_norm, norm.eps, self.dimensions)
-
-    def _statistics(self) -> tuple[Tensor, ...]:
-        norm = cast(nn.InstanceNorm2d, self)
-        if norm.training or norm.running_mean is None or norm.running_var is None:
-            return ()
-        return norm.running_mean, norm.running_var
 
     def _channel_axis(self, input: Tensor) -> int | None:
         return input.dim() - self.dimensions - 1

@@ -57,7 +57,7 @@ class CG(Solver):
 
     def samples(self, K: Tensor, G: Tensor, damping: float) -> Solution:
         """Return U with `AᵀU` the iterate of `features`, from products with K alone."""
-        noise = torch.finfo(K.dtype).eps * K.diagonal(dim1=-2, dim2=-1).amax(-1)
+        noise = torch.finfo(K.dtype).eps * K.diagonal(dim1=-2, dim2=-1)
         if self.per_output and fused_kernel_takes(G):
             from proxprop.solve import fused
 
@@ -139,7 +139,8 @@ def sample_cg(
 
     Part of ρ can lie in the null space of K and never shrink (more samples than features, equal rows). It
     does not reach D, but its rounding reaches ⟨ρ, Kρ⟩; below that noise a column has converged and stands
-    still.
+    still. The first step goes along the gradient itself, so there only its length is held to what is possible,
+    `1/(λ + trace K)` to `1/λ`.
 
     Args:
         K: `AAᵀ [groups, samples, samples]`.
@@ -147,31 +148,29 @@ def sample_cg(
         damping: λ.
         iterations: how many steps.
         sums: the dimensions an inner product sums over.
-        noise: rounding of the largest diagonal entry of K `[groups]`.
+        noise: rounding of K's diagonal `[groups, samples]`.
 
     Returns:
         U `[groups, samples, outputs]`.
     """
 
-    # In one step length for all groups, a column has converged when it is noise beside the largest group.
-    floor = noise[:, None, None] if sums == (-2,) else noise.max()
-
-    def squared_residual(rho: Tensor, K_rho: Tensor) -> Tensor:
-        squared = dot(rho, K_rho, sums)
-        return torch.where(squared <= floor * dot(rho, rho, sums), 0.0, squared)
-
+    trace = K.diagonal(dim1=-2, dim2=-1).sum(-1)
+    shortest = 1 / (damping + (trace[:, None, None] if sums == (-2,) else trace.max()))
     rho, pi, K_pi = G, G, K @ G
-    squared = squared_residual(rho, K_pi)
+    squared = dot(rho, K_pi, sums)
     U = torch.zeros_like(G)
     for step in range(1, iterations + 1):
         image = K_pi.add(pi, alpha=damping)
         length = quotient(squared, dot(K_pi, image, sums), 1 / damping)
+        if step == 1:
+            length = length.clamp(max=1 / damping).maximum(shortest)
         U.addcmul_(length, pi)
         if step == iterations:
             break
         rho = torch.addcmul(rho, length, image, value=-1)
         K_rho = K @ rho
-        before, squared = squared, squared_residual(rho, K_rho)
+        before, squared = squared, dot(rho, K_rho, sums)
+        squared = torch.where(squared <= dot(rho, noise[..., None] * rho, sums), 0.0, squared)
         ratio = quotient(squared, before, 0.0)
         pi = torch.addcmul(rho, ratio, pi)
         K_pi = K_rho.addcmul_(ratio, K_pi)

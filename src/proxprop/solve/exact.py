@@ -43,7 +43,7 @@ class Factor:
     """A factorised `λI + M`.
 
     Attributes:
-        L: lower Cholesky factor `[groups, size, size]`; meaningless where `info` is not zero.
+        L: lower Cholesky factor `[groups, size, size]`; the identity where `info` is not zero.
         info: LAPACK's, `[groups]`; not zero where `λI + M` was not positive definite in this precision.
         bound: `λ + trace M`, no smaller than the largest eigenvalue, `[groups]`; NaN where M overflowed.
     """
@@ -59,6 +59,8 @@ def factorize(M: Tensor, damping: float) -> Factor:
     bound = torch.where(bound.isfinite(), bound, torch.nan)  # B / inf would hide an overflow
     M.diagonal(dim1=-2, dim2=-1).add_(damping)
     L, info = torch.linalg.cholesky_ex(M)
+    identity = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
+    L = torch.where(info[:, None, None] == 0, L, identity)  # what inverts L must not meet a zero pivot
     return Factor(L, info, bound)
 
 
@@ -71,7 +73,7 @@ def inverse(L: Tensor) -> Tensor:
     return torch.cholesky_inverse(L)
 
 
-def _substitute(L: Tensor, B: Tensor) -> Tensor:
+def _triangular_solves(L: Tensor, B: Tensor) -> Tensor:
     """`(LLᵀ)⁻¹B` by two triangular solves; cholesky_solve's GPU kernel can't be captured in a CUDA graph."""
     halfway = torch.linalg.solve_triangular(L, B, upper=False)
     solved: Tensor = torch.linalg.solve_triangular(L.mT, halfway, upper=True)
@@ -86,7 +88,7 @@ def apply(factor: Factor, B: Tensor) -> Solution:
     """
     broken = factor.info != 0
     size, outputs = B.shape[-2:]
-    solved = inverse(factor.L) @ B if outputs >= size else _substitute(factor.L, B)
+    solved = inverse(factor.L) @ B if outputs >= size else _triangular_solves(factor.L, B)
     substitute = B / factor.bound[:, None, None]
     value = torch.where(broken[:, None, None], substitute, solved)
     return Solution(value, failed=broken & factor.bound.isfinite())

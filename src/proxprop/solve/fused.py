@@ -17,7 +17,7 @@ NUMBERS = 8192
 
 @triton.jit
 def _advance(
-    RHO, K_RHO, NEXT_RHO, PI, K_PI, U, SQUARED, SCALE, NOISE, damping, samples, outputs,
+    RHO, K_RHO, NEXT_RHO, PI, K_PI, U, SQUARED, SCALE, NOISE, SHORTEST, damping, samples, outputs,
     FIRST: tl.constexpr, LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(1)
@@ -36,9 +36,10 @@ def _advance(
         tl.store(SCALE + at_column, scale, mask=in_column)
         rho = rho / scale[None, :]
         K_rho = K_rho / scale[None, :]
-    noise = tl.load(NOISE + group)
     squared = tl.sum(rho * K_rho, axis=0)
-    squared = tl.where(squared <= noise * tl.sum(rho * rho, axis=0), 0.0, squared)
+    if not FIRST:
+        noise = tl.load(NOISE + group * samples + row, mask=row < samples, other=0.0)
+        squared = tl.where(squared <= tl.sum(noise[:, None] * rho * rho, axis=0), 0.0, squared)
     if FIRST:
         pi = rho
         K_pi = K_rho
@@ -49,6 +50,10 @@ def _advance(
         K_pi = K_rho + ratio[None, :] * tl.load(K_PI + at, mask=inside, other=0.0)
     curvature = damping * tl.sum(pi * K_pi, axis=0) + tl.sum(K_pi * K_pi, axis=0)
     length = tl.where(curvature == 0, 1.0 / damping, squared / curvature)
+    if FIRST:  # comparisons that let NaN through
+        shortest = tl.load(SHORTEST + group)
+        length = tl.where(length > 1.0 / damping, 1.0 / damping, length)
+        length = tl.where(length < shortest, shortest, length)
     u = length[None, :] * pi
     if not FIRST:
         u += tl.load(U + at, mask=inside, other=0.0)
@@ -72,7 +77,7 @@ def sample_cg(K: Tensor, G: Tensor, damping: float, iterations: int, noise: Tens
         G: `[groups, samples, outputs]`.
         damping: λ.
         iterations: how many steps.
-        noise: rounding of a diagonal entry of K `[groups]`.
+        noise: rounding of K's diagonal `[groups, samples]`.
 
     Returns:
         U, in the scale of G.
@@ -81,13 +86,15 @@ def sample_cg(K: Tensor, G: Tensor, damping: float, iterations: int, noise: Tens
     groups, samples, outputs = G.shape
     U, next_rho, pi, K_pi = (torch.empty_like(G) for _ in range(4))
     rho = G
+    noise = noise.contiguous()
+    shortest = 1 / (damping + K.diagonal(dim1=-2, dim2=-1).sum(-1))
     squared, scale = G.new_empty(groups, outputs), G.new_empty(groups, outputs)
     rows = triton.next_power_of_2(samples)
     columns = max(1, NUMBERS // rows)
     for step in range(iterations):
         K_rho = torch.bmm(K, rho)
         _advance[(triton.cdiv(outputs, columns), groups)](
-            rho, K_rho, next_rho, pi, K_pi, U, squared, scale, noise, damping, samples, outputs,
+            rho, K_rho, next_rho, pi, K_pi, U, squared, scale, noise, shortest, damping, samples, outputs,
             FIRST=step == 0, LAST=step == iterations - 1, ROWS=rows, COLUMNS=columns, num_warps=8,
         )  # fmt: skip
         rho = next_rho

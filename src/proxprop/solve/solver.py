@@ -51,11 +51,11 @@ class Solver(ABC):
         """FLOPs of the solve in `space`, once K or S is there."""
 
     def samples(self, K: Tensor, G: Tensor, damping: float) -> Solution:
-        """Return U with `D = AᵀU`, given `K = AAᵀ` and `G`."""
+        """Return U with `D = AᵀU`, given `K = AAᵀ`, which may be overwritten, and `G`."""
         raise NotImplementedError(f"{self!r} does not work in sample space")
 
     def features(self, S: Tensor, B: Tensor, damping: float) -> Solution:
-        """Return D, given `S = AᵀA` and `B = AᵀG`."""
+        """Return D, given `S = AᵀA`, which may be overwritten, and `B = AᵀG`."""
         raise NotImplementedError(f"{self!r} does not work in feature space")
 
     def matrix_free(self, apply: Callable[[Tensor], Tensor], B: Tensor, damping: float) -> Solution:

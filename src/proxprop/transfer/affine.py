@@ -55,7 +55,7 @@ class Affine(Transfer):
         """The inverse of `to_features`; views of V where possible."""
         inputs = V.shape[-2] - self.bias
         weight = self._weight(V[:, :inputs]) if self.weight_shape else None
-        bias = V[:, inputs].reshape(-1) if self.bias else None
+        bias = V[:, inputs].reshape(-1).clone() if self.bias else None  # a view would keep all of V
         return weight, bias
 
     def _columns(self, weight: Tensor) -> Tensor:

@@ -37,6 +37,12 @@ class AutogradTransfer(Transfer):
         dtype: torch.dtype,
     ) -> None:
         self.module, self.arguments, self.keywords = module, arguments, dict(keywords)
+        for part in module.modules():
+            _clear_hooks(part)
+            floating = {
+                name: b for name, b in part._buffers.items() if b is not None and b.is_floating_point()
+            }
+            part._buffers.update({name: buffer.to(dtype) for name, buffer in floating.items()})
         zeros = {name: torch.zeros_like(p, dtype=dtype) for name, p in module.named_parameters()}
         self.frozen = {name: zero for name, zero in zeros.items() if shapes[name] is None}
         self.shapes = dict(shapes)
@@ -77,17 +83,25 @@ class AutogradTransfer(Transfer):
 
 
 def twin(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """A copy of the module that shares its parameters but not its buffers, is of class `kind`, and has no hooks.
+    """A copy of the module that shares its parameters but not its buffers, is of class `kind`, and plain inside.
 
-    Replacing parameters in the twin never shows in the module, so threads do not meet.
+    It has no hooks of its own; those of modules inside it stay. Replacing parameters in the twin never shows in
+    the module, so threads do not meet.
     """
     shared: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
     copied = copy.deepcopy(module, shared)
-    for part in copied.modules():
-        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks):
-            hooks.clear()
+    for part in list(copied.modules())[1:]:
+        abandon: Any = getattr(part, "_abandon", None)
+        if abandon is not None:  # a proximal layer, whose gradient would be a direction
+            abandon()
+    _clear_hooks(copied)
     copied.__class__ = kind
     return copied
+
+
+def _clear_hooks(module: nn.Module) -> None:
+    for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
+        hooks.clear()
 
 
 def check_linear(module: nn.Module, *arguments: Any, **keywords: Any) -> None:
@@ -116,7 +130,7 @@ def check_linear(module: nn.Module, *arguments: Any, **keywords: Any) -> None:
             raise TypeError(f"{name} should return one tensor but returned {type(result).__name__}")
         return result
 
-    with torch.no_grad(), torch.random.fork_rng(devices=_devices(module)):
+    with torch.no_grad(), torch.random.fork_rng(devices=cuda_devices(module)):
         first, second = _random_like(module), _random_like(module)
         combined = {key: first[key] + 2 * second[key] for key in first}
         Y_first, Y_second, Y_combined = phi(first), phi(second), phi(combined)
@@ -143,5 +157,6 @@ def _close(left: Tensor, right: Tensor) -> bool:
     return bool(difference <= torch.finfo(left.dtype).eps ** 0.5 * size)
 
 
-def _devices(module: nn.Module) -> list[torch.device]:
+def cuda_devices(module: nn.Module) -> list[torch.device]:
+    """The GPUs whose random state a call of the module may move."""
     return list({p.device for p in module.parameters() if p.device.type == "cuda"})

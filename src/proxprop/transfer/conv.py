@@ -157,6 +157,8 @@ class ConvTransfer(Affine):
         """Whether S comes from autocorrelations; torch.compile can't generate code for complex numbers."""
         if torch.compiler.is_compiling() or any(step != 1 for step in self.geometry.stride):
             return False
+        if type(self.batched) is not Tensor or self.batched.is_meta:  # a stand-in for a tensor
+            return False
         return autocorrelation.applies(self._image_and_walks()[1])
 
     def _image_and_walks(self) -> tuple[Tensor, list[autocorrelation.Walk]]:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxprop.solve import DIAGONAL, MATRIX_FREE, SAMPLE, Sizes
+from proxprop.solve import DIAGONAL, SAMPLE, Sizes
 from proxprop.transfer.transfer import Parameters, Transfer
 
 
@@ -90,7 +90,7 @@ class EmbeddingBagTransfer(Table):
         sparse: whether the gradient is to be sparse.
     """
 
-    spaces = (SAMPLE, MATRIX_FREE)
+    spaces = (SAMPLE,)
 
     def __init__(
         self,
