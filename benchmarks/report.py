@@ -29,7 +29,7 @@ How to read it: a proximal step needs a Gram matrix and a small solve for every 
 `2N²n + 2kN²m` FLOPs beside BackProp's `6Nnm` (N samples, n features, m outputs, k iterations), in feature space
 `2Nn² + 2kn²m`; a convolution's Gram matrix comes from autocorrelations and costs far less. So layers that are wide
 beside the batch, or narrow beside it, are cheap, and layers where batch, inputs and outputs are alike are not.
-`proxprop.summary(model, example)` says what a model will pay before it runs.
+`proxprop.summary(model, example)` counts a model's FLOPs before it runs; launches and memory traffic come on top.
 """
 
 LIMITS = """## Where it falls short, and what limits it

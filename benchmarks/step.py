@@ -222,7 +222,7 @@ def peak_memory(step: Callable, device: str, others: int) -> float | None:
 def prediction(network: Network, model: nn.Module, device: str) -> float | None:
     """The ratio that the plan's FLOPs predict for the products alone."""
     summary = proxprop.summary(model, network.input().to(device))
-    base = sum(row.calls * row.plan.backprop_flops for row in summary.rows if row.plan)
+    base = sum(plan.backprop_flops for row in summary.rows for plan in row.plans)
     return 1 + summary.flops / base if base else None
 
 

@@ -162,3 +162,84 @@ def test_exact_has_no_space_for_an_unknown_module() -> None:
         proxprop.convert(module, Exact(), kinds=[Graph], include_last=True)
     with pytest.raises(ValueError, match=r"Graph: CG.*cannot solve this layer in space 'feature'"):
         proxprop.convert(module, CG(2), space="feature", kinds=[Graph], include_last=True)
+
+
+class Wrap(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale
+
+
+def wrapped_direction(model: nn.Module, X: Tensor) -> Tensor:
+    model(X).square().sum().backward()
+    return model.inner.weight.grad
+
+
+def test_layers_inside_a_module_solved_as_a_whole_stay_plain() -> None:
+    torch.manual_seed(0)
+    model, X = Wrap().double(), randn(5, 3, seed=1)
+    alone = wrapped_direction(
+        proxprop.convert(copy.deepcopy(model), CG(9), kinds=[Wrap], include_last=True), X
+    )
+    both = copy.deepcopy(model)
+    proxprop.convert(both, CG(9), kinds=[nn.Linear, Wrap], include_last=True)
+    assert type(both.inner) is nn.Linear
+    earlier = proxprop.convert(copy.deepcopy(model), CG(9), include_last=True)
+    proxprop.convert(earlier, CG(9), kinds=[Wrap], include_last=True)
+    for other in (both, earlier):
+        assert relative_error(wrapped_direction(other, X), alone) < 1e-12
+
+
+def test_a_last_module_solved_as_a_whole_stays_explicit() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Wrap())
+    proxprop.convert(model, kinds=[nn.Linear, Wrap])
+    assert [isinstance(m, proxprop.nn.ProximalLayer) for m in (*model, model[1].inner)] == [
+        True,
+        False,
+        False,
+    ]
+
+
+def test_buffers_are_those_of_the_forward_pass_and_inner_hooks_run() -> None:
+    torch.manual_seed(0)
+    model, X = proxprop.convert(Wrap().double(), CG(9), kinds=[Wrap], include_last=True), randn(5, 3, seed=1)
+    expected = wrapped_direction(model, X).clone()
+    calls = []
+    model.inner.register_forward_hook(lambda *_: calls.append(1))
+    model.zero_grad()
+    buffer, output = model.scale, model(X)
+    assert model.scale is buffer
+    model.scale.mul_(7.0)
+    output.square().sum().backward()
+    assert relative_error(model.inner.weight.grad, expected) < 1e-12
+    assert calls
+
+
+def test_half_precision_with_a_floating_buffer() -> None:
+    model = proxprop.convert(Wrap().bfloat16(), CG(2), kinds=[Wrap], include_last=True)
+    model(torch.ones(4, 3, dtype=torch.bfloat16)).sum().backward()
+    assert model.inner.weight.grad.dtype == torch.bfloat16
+
+
+class Lookup(nn.Module):
+    """Its output is a view of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(4, 2))
+
+    def forward(self, rows: int) -> Tensor:
+        return self.table[:rows]
+
+
+def test_in_place_operations_do_not_reach_a_parameter_through_its_view() -> None:
+    model = proxprop.convert(Lookup(), CG(2), kinds=[Lookup], include_last=True)
+    output = model(3)
+    output += 5.0
+    output.sum().backward()
+    assert torch.equal(model.table.detach(), torch.ones(4, 2))
+    assert float(model.table.grad[0, 0]) == pytest.approx(0.5)

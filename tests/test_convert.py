@@ -277,3 +277,60 @@ def test_bad_settings_are_refused_everywhere(settings, error, message) -> None:
 def test_bad_iterations_are_refused(iterations, error, message) -> None:
     with pytest.raises(error, match=message):
         CG(iterations)
+
+
+class Own(proxprop.nn.Linear):
+    """Somebody's subclass of a proximal layer."""
+
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+def test_subclasses_of_proximal_layers_are_their_authors() -> None:
+    model = nn.Sequential(Own(3, 3), nn.Linear(3, 3), nn.Linear(3, 1))
+    input = torch.ones(2, 3)
+    before = model(input)
+    proxprop.convert(model, Exact())
+    proxprop.revert(model)
+    assert type(model[0]) is Own
+    assert torch.equal(model(input), before)
+
+
+def test_excluding_a_part_of_attention_excludes_it_whole() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.widen, self.head = (
+                nn.MultiheadAttention(4, 2),
+                nn.Linear(4, 4),
+                nn.Linear(4, 1),
+            )
+
+    assert proximal_names(proxprop.convert(Attends(), exclude=["*.out_proj"])) == ["widen"]
+
+
+def test_data_parallel_replicas_are_refused_and_empty_kinds_told() -> None:
+    model = proxprop.convert(small_model())
+    replica = model[0]._replicate_for_data_parallel()
+    with pytest.raises(RuntimeError, match=r"DataParallel's replicas.*DistributedDataParallel"):
+        replica(torch.ones(1, 1, 4, 4))
+    with pytest.raises(ValueError, match=r"kinds is empty; it should be"):
+        proxprop.convert(small_model(), kinds=[])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        nn.utils.parametrizations.weight_norm,
+        lambda layer: nn.utils.prune.random_unstructured(layer, "weight", amount=0.5),
+    ],
+)
+def test_reparametrising_after_conversion_is_refused(change) -> None:
+    import torch.nn.utils.prune
+
+    model = proxprop.convert(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)))
+    change(model[0])
+    with pytest.raises(
+        RuntimeError, match=r"^0: its weight is computed by a hook or a parametrization.*revert"
+    ):
+        model(torch.ones(2, 3))

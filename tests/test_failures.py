@@ -62,3 +62,21 @@ def test_a_layer_built_by_hand_is_named_by_what_it_is() -> None:
     layer = proxprop.nn.Linear(8, 4, solver=Exact(), tau_theta=1e12, space=SAMPLE)
     with pytest.warns(RuntimeWarning, match=r"^Linear\(in_features=8, out_features=4, bias=True\): "):
         layer(torch.linspace(1, 2, 8).expand(6, 8) * 1e3).square().sum().backward()
+
+
+@pytest.mark.parametrize("outputs", [1, 64])
+def test_an_exactly_zero_pivot_does_not_stop_training(outputs: int) -> None:
+    """Equal inputs at an enormous tau_theta; with many outputs the factor is inverted rather than solved with."""
+    layer = proxprop.nn.Linear(12, outputs, solver=Exact(), tau_theta=1e9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        layer(torch.ones(6, 12)).square().sum().backward()
+    assert bool(layer.weight.grad.isfinite().all())
+
+
+def test_a_singular_matrix_is_replaced_whatever_the_number_of_outputs() -> None:
+    for outputs in (1, 5):
+        B = torch.ones(1, 2, outputs)
+        solution = apply(factorize(-torch.eye(2)[None], damping=1.0), B)
+        assert solution.failed.tolist() == [True]
+        assert torch.allclose(solution.value, B / -1.0)

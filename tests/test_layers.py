@@ -500,3 +500,73 @@ def test_table_and_plans_know_every_kind() -> None:
         assert issubclass(layer, plain)
         sizes = proxprop.solve.Sizes(1, 4, 3, 2)
         assert plan(sizes, CG(2), available=layer.spaces).space in layer.spaces
+
+
+@pytest.mark.compatibility("nn.EmbeddingBag", section="Layers")
+def test_sparse_bags_stay_sparse_at_every_size_and_step_inside_backward() -> None:
+    layer = converted(nn.EmbeddingBag(50, 1, sparse=True), CG(3))
+    layer(torch.randint(50, (64, 3))).sum().backward()
+    assert layer.weight.grad.is_sparse
+    dense = converted(nn.EmbeddingBag(5, 2, mode="sum"), CG(3))
+    weights = torch.ones(2, 3, requires_grad=True)
+    step = torch.optim.SGD(dense.parameters(), lr=0.1)
+    dense.weight.register_post_accumulate_grad_hook(lambda _: step.step())
+    dense(INDEX, None, weights).sum().backward()
+    assert weights.grad is not None
+
+
+@pytest.mark.parametrize(
+    "masks",
+    [
+        {"attn_mask": torch.zeros(4, 4, dtype=torch.uint8)},
+        {"attn_mask": torch.zeros(1, 4).bool()},
+        {"key_padding_mask": torch.zeros(1, 4).bool()},
+    ],
+)
+def test_attention_refuses_the_masks_that_torch_refuses(masks) -> None:
+    plain = nn.MultiheadAttention(6, 2, batch_first=True).double()
+    x = randn(3, 4, 6, seed=1)
+    for module in (plain, converted(plain, CG(1))):
+        with pytest.raises((RuntimeError, AssertionError)):
+            module(x, x, x, **masks)
+
+
+def test_attention_trusts_the_causal_hint_as_torch_does() -> None:
+    plain = nn.MultiheadAttention(6, 2, batch_first=True).double()
+    x, other = randn(3, 4, 6, seed=1), torch.zeros(4, 4).bool()
+    outputs = [
+        m(x, x, x, attn_mask=other, is_causal=True, need_weights=False)[0]
+        for m in (plain, converted(plain, CG(1)))
+    ]
+    assert relative_error(outputs[1], outputs[0]) < 1e-12
+
+
+def test_summary_adds_up_every_system_of_a_layer() -> None:
+    model = Calls(converted(nn.MultiheadAttention(6, 2, batch_first=True), CG(3)))
+    rows = {
+        r.name: r
+        for r in proxprop.summary(
+            model, (randn(2, 3, 6, seed=1).float(), *[randn(2, 50, 6, seed=2).float()] * 2)
+        ).rows
+    }
+    assert rows["inner"].calls == 2
+    assert len({plan.sizes for plan in rows["inner"].plans}) == 2
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_registered_layer_takes_a_first_batch_of_nan() -> None:
+    proxprop.register(Transposed, transposed=True)
+    layer = proxprop.convert(Transposed(3, 4), include_last=True)
+    layer(torch.full((2, 4), float("nan"))).sum().backward()
+    assert not bool(layer.weight.grad.isfinite().any())
+
+
+def test_stand_in_tensors_leave_nothing_behind_for_real_ones() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layer = proxprop.nn.Conv2d(2, 3, 3, padding=1, solver=CG(2), space="feature")
+        layer(torch.ones(2, 2, 5, 5)).sum().backward()
+    real = proxprop.nn.Conv2d(2, 3, 3, padding=1, solver=CG(2), space="feature")
+    real(torch.ones(2, 2, 5, 5)).sum().backward()
+    assert bool(real.weight.grad.isfinite().all())

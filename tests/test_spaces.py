@@ -103,3 +103,23 @@ def test_plain_cg_on_the_sample_system_is_another_method() -> None:
     ours = solve_in(SAMPLE, CG(3), A, G, damping=1.0)
     other = A.mT @ CG(3).features(A @ A.mT, G, damping=1.0).value
     assert relative_error(other, ours) > 1e-2
+
+
+@pytest.mark.parametrize("outlier", [1e3, 1e4])
+def test_one_large_row_does_not_drown_the_others(outlier: float) -> None:
+    """Rounding is measured row by row: a large row that G does not touch is no reason to stop."""
+    A, G = problem((1, 64, 200, 10), seed=0, dtype=torch.float32)
+    A[:, 3] *= outlier
+    G[:, 3] = 0.0
+    D = solve_in(SAMPLE, CG(1), A, G, damping=1.0)
+    assert relative_error(D.double(), solve_in(FEATURE, CG(1), A.double(), G.double(), 1.0)) < 1e-3
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_gradient_that_is_nearly_zero_is_still_followed(k: int) -> None:
+    """G almost orthogonal to A: D is small, but it descends."""
+    A, G = problem((1, 30, 4, 3), seed=1)
+    G = G - A @ torch.linalg.lstsq(A, G).solution + 1e-4 * (A @ torch.ones(1, 4, 3, dtype=torch.float64))
+    A, G = A.float(), G.float()
+    D = solve_in(SAMPLE, CG(k), A, G, damping=1.0)
+    assert bool(((A.mT.double() @ G.double()) * D.double()).sum(-2).gt(0).all())
