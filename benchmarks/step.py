@@ -228,7 +228,8 @@ def prediction(network: Network, model: nn.Module, device: str) -> float | None:
 
 def environment(device: str) -> dict[str, object]:
     asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    commit = asked.stdout.strip() or os.environ.get("COMMIT", "")  # a copied tree has no repository to ask
+    # A copied tree has no repository to ask.
+    commit = asked.stdout.strip() if asked.returncode == 0 else os.environ.get("COMMIT", "")
     name = (
         torch.cuda.get_device_name() if device == "cuda" else f"{platform.processor() or platform.machine()}"
     )

@@ -100,7 +100,7 @@ class ProximalLayer(nn.Module):
 
     def _trains(self) -> bool:
         """Whether this call needs a direction: gradients are on and there is something to train."""
-        if vars(self).get("_is_replica"):
+        if getattr(self, "_is_replica", False):
             raise RuntimeError(
                 f"{self._failures.layer}: nn.DataParallel's replicas have no parameters to give a direction to. Use "
                 "torch.nn.parallel.DistributedDataParallel"
@@ -125,7 +125,7 @@ class ProximalLayer(nn.Module):
             owner: the module they belong to, where it is not this one.
         """
         refuse_transforms(self._failures.layer)
-        if "parametrizations" in self._modules or not COMPUTED.isdisjoint(vars(self)):
+        if not torch.compiler.is_compiling() and self._is_reparametrized():
             raise RuntimeError(
                 f"{self._failures.layer}: its weight is computed by a hook or a parametrization that was added after "
                 "convert, so its output is not linear in what is trained. Call proxprop.revert(model) before "
@@ -139,6 +139,9 @@ class ProximalLayer(nn.Module):
         if self._planned is not None:
             self._planned(owner or self, call.plan(inputs, output, parameters))
         return attach_direction(output, call, inputs, parameters)
+
+    def _is_reparametrized(self) -> bool:
+        return "parametrizations" in self._modules or not COMPUTED.isdisjoint(vars(self))
 
     def extra_repr(self) -> str:
         """The plain layer's line, and the settings that are not the default."""
