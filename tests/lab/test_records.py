@@ -216,3 +216,9 @@ def test_find_looks_below_and_says_why_not(tmp_path, small):
     (tmp_path / "empty").mkdir()
     with pytest.raises(Refused, match=r"no readable run in .*a run is a folder with a config.json"):
         records.find([tmp_path / "empty"])
+
+
+def test_a_number_that_damage_made_infinite_is_noticed():
+    line = seal({"step": 15309})
+    with pytest.raises(Damaged, match="not what was written"):
+        unseal(line.replace("15309", "1E309"))

@@ -4,7 +4,7 @@ import json
 import os
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 SEAL = "crc32"
 
@@ -30,11 +30,12 @@ def unseal(line: str) -> dict[str, Any]:
     """
     try:
         values = json.loads(line)
-    except ValueError as error:
-        raise Damaged(f"not JSON: {error}") from error
-    if not isinstance(values, dict) or values.pop(SEAL, None) != _checksum(values):
+        intact = isinstance(values, dict) and values.pop(SEAL, None) == _checksum(values)
+    except (ValueError, RecursionError) as error:  # not JSON, or a number that damage made infinite
+        raise Damaged(f"not what was written: {error}") from error
+    if not intact:
         raise Damaged("its checksum does not fit")
-    return values
+    return cast(dict[str, Any], values)
 
 
 def write(path: Path, values: dict[str, Any]) -> None:
