@@ -18,7 +18,6 @@ class Network:
     model: Callable[[], nn.Module]
     input: Callable[[], Tensor]
     optimizer: str = "sgd"
-    outputs: int = 10
 
     def target(self, output: Tensor) -> Tensor:
         return torch.randint(output.shape[-1], output.shape[:-1])
@@ -61,7 +60,7 @@ NETWORKS = {
         *(_paper_mlp(batch) for batch in (50, 500, 5000)),
         *(_paper_convnet(batch) for batch in (50, 500, 5000)),
         Network("resnet18-128", lambda: ResNet18(3, 10), lambda: torch.randn(128, 3, 32, 32)),
-        Network("gpt2-block-8x1024", Block, lambda: torch.randn(8, 1024, 768), "adam", 128),
+        Network("gpt2-block-8x1024", Block, lambda: torch.randn(8, 1024, 768), "adam"),
         Network("mlp-wide-256", lambda: mlp([8192, 8192, 8192, 10]), lambda: torch.randn(256, 8192)),
         Network("mlp-narrow-2048", lambda: mlp([128, 128, 128, 128, 10]), lambda: torch.randn(2048, 128)),
     ]

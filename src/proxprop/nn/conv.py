@@ -25,7 +25,7 @@ class ConvLayer(ProximalLayer):
         input, parameters = as_kernels_see(input), handles(conv.weight, conv.bias)
         weight, bias = detached(conv.weight, conv.bias)
         output = conv._conv_forward(input, weight, bias)
-        build = functools.partial(_conv_transfer, geometry(conv))
+        build = functools.partial(_conv_transfer, ConvTransfer, geometry(conv))
         return self._attach(output, build, (input,), parameters)
 
 
@@ -63,7 +63,7 @@ class ConvTransposeLayer(ProximalLayer):
         output = CONVOLVE_TRANSPOSED[len(kernel)](
             input, weight, bias, stride, widths, extra, walk.groups, dilation
         )
-        build = functools.partial(_conv_transpose_transfer, walk)
+        build = functools.partial(_conv_transfer, ConvTransposeTransfer, walk)
         return self._attach(output, build, (input,), parameters)
 
 
@@ -86,17 +86,10 @@ class ConvTranspose3d(ConvTransposeLayer, nn.ConvTranspose3d):
 
 
 def _conv_transfer(
-    walk: ConvGeometry, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes
+    kind: type[ConvTransfer], walk: ConvGeometry, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes
 ) -> ConvTransfer:
     (input,), (weight, bias) = inputs, shapes
-    return ConvTransfer(input, like.shape, weight, bias is not None, walk)
-
-
-def _conv_transpose_transfer(
-    walk: ConvGeometry, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes
-) -> ConvTransposeTransfer:
-    (input,), (weight, bias) = inputs, shapes
-    return ConvTransposeTransfer(input, like.shape, weight, bias is not None, walk)
+    return kind(input, like.shape, weight, bias is not None, walk)
 
 
 def geometry(conv: AnyConv | nn.ConvTranspose2d) -> ConvGeometry:

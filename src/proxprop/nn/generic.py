@@ -34,7 +34,7 @@ class AnyLinearInParameters(MixedLayer):
         parameters = handles(*self.parameters())
         constants = {name: parameter.detach() for name, parameter in self.named_parameters()}
         output = cast(Tensor, torch.func.functional_call(plain, constants, args, kwargs))
-        self._check_once(output, args, kwargs)
+        self._check_once(plain, output, args, kwargs)
         output = _own_memory(output, [*constants.values(), *args, *kwargs.values()])
         for own, copied in zip(self.buffers(), plain.buffers(), strict=True):
             own.copy_(copied)
@@ -45,13 +45,13 @@ class AnyLinearInParameters(MixedLayer):
         )
         return self._attach(output, build, tensors, parameters)
 
-    def _check_once(self, output: Any, args: Any, kwargs: Any) -> None:
+    def _check_once(self, plain: nn.Module, output: Any, args: Any, kwargs: Any) -> None:
         """Check linearity on the first call that can tell: not an empty one, nor one with infinities or NaN."""
         if vars(self).get("_checked"):
             return
         telling = not isinstance(output, Tensor) or _tells(output)
         if telling:
-            check_linear(twin(self, self.plain), *args, **kwargs)
+            check_linear(plain, *args, **kwargs)
             self._checked = True
 
     def _transfer(

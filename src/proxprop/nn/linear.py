@@ -13,10 +13,12 @@ from proxprop.nn.layer import MixedLayer, ProximalLayer, as_kernels_see, detache
 from proxprop.transfer import BilinearTransfer, LinearTransfer
 
 
-def linear_transfer(inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> LinearTransfer:
+def linear_transfer(
+    inputs: Sequence[Tensor], like: Tensor, shapes: Shapes, transposed: bool = False
+) -> LinearTransfer:
     """The transfer of one call of a linear layer."""
     (input,), (weight, bias) = inputs, shapes
-    return LinearTransfer(input, like.shape, weight, bias is not None)
+    return LinearTransfer(input, like.shape, weight, bias is not None, transposed)
 
 
 class Linear(ProximalLayer, nn.Linear):
@@ -84,7 +86,7 @@ class RegisteredLinear(MixedLayer):
         weight, bias = detached(self.weight, self.bias)
         output = functional.linear(input, weight.mT if self.transposed else weight, bias)
         self._check_once(input, output)
-        build = functools.partial(_registered_transfer, self.transposed)
+        build = functools.partial(linear_transfer, transposed=self.transposed)
         return self._attach(output, build, (input,), parameters)
 
     def _check_once(self, input: Tensor, output: Tensor) -> None:
@@ -102,10 +104,3 @@ class RegisteredLinear(MixedLayer):
                 "gives something else; see proxprop.register"
             )
         self._checked = True
-
-
-def _registered_transfer(
-    transposed: bool, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes
-) -> LinearTransfer:
-    (input,), (weight, bias) = inputs, shapes
-    return LinearTransfer(input, like.shape, weight, bias is not None, transposed)

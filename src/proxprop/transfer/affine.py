@@ -1,7 +1,5 @@
 """What linear layers and convolutions share: a weight, a bias, and rows that hold the input."""
 
-from abc import abstractmethod
-
 import torch
 from torch import Tensor
 
@@ -24,9 +22,11 @@ class Affine(Transfer):
         self.weight_shape = weight_shape
         self.bias = bias
 
-    @abstractmethod
+    output_shape: torch.Size
+
     def rows(self) -> Tensor:
         """The input as rows `[groups, samples, features]`, the ones column left out."""
+        raise NotImplementedError(f"{type(self).__name__} does not form its rows")
 
     def kernel(self) -> Tensor:
         """`K = AAᵀ`; the ones column adds 1 to every entry."""
@@ -39,6 +39,14 @@ class Affine(Transfer):
         """`S = AᵀA`; the ones column adds the border `(Aᵀ1, samples)`."""
         A = self.rows()
         return self._border(A.mT @ A, A.sum(-2)) if self.bias else A.mT @ A
+
+    def to_samples(self, G: Tensor) -> Tensor:
+        """Leading dimensions flattened."""
+        return G.reshape(1, -1, G.shape[-1])
+
+    def from_samples(self, U: Tensor) -> Tensor:
+        """Leading dimensions restored."""
+        return U.view(self.output_shape)
 
     def to_features(self, parameters: Parameters) -> Tensor:
         """Weight rows as columns, the bias as the last feature."""

@@ -63,11 +63,3 @@ class BilinearTransfer(Affine):
         if self.weight_shape is not None:
             weight = torch.einsum("so,si,sj->oij", G, self.left, self.right)
         return weight, G.sum(0) if self.bias else None
-
-    def to_samples(self, G: Tensor) -> Tensor:
-        """Leading dimensions flattened."""
-        return G.reshape(1, -1, G.shape[-1])
-
-    def from_samples(self, U: Tensor) -> Tensor:
-        """Leading dimensions restored."""
-        return U.view(self.output_shape)

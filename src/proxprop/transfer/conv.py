@@ -1,7 +1,7 @@
 """Convolutions in one, two and three dimensions: every position of an image is a sample, its patch a row."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -73,11 +73,14 @@ class ConvTransfer(Affine):
         geometry: ConvGeometry,
     ) -> None:
         super().__init__(weight_shape, bias)
-        self.geometry = geometry
         self.dimensions = len(geometry.kernel)
         self.output_shape = output_shape
         channels, *positions = output_shape[-self.dimensions - 1 :]
         self.batched = input if input.dim() == self.dimensions + 2 else input[None]
+        if not geometry.pads_by_kernel:  # done once, so that all that follows may leave padding to the kernel
+            self.batched = geometry.pad(self.batched)
+            geometry = replace(geometry, padding=((0, 0),) * self.dimensions, mode="constant")
+        self.geometry = geometry
         batch = self.batched.shape[0]
         inputs = self.batched.shape[1] // geometry.groups * prod(geometry.kernel) if weight_shape else 0
         self.sizes = Sizes(
@@ -97,7 +100,7 @@ class ConvTransfer(Affine):
         if self.weight_shape is None:
             return self.batched.new_full((groups, 1, 1), float(samples))
         if self._correlates():
-            image, walks = self._image_and_walks()
+            image, walks = self.batched.unflatten(1, (groups, -1)), self._walks()
             S = autocorrelation.gram(image, walks)
             return self._border(S, autocorrelation.sums(image, walks)) if self.bias else S
         inputs = features - self.bias
@@ -115,24 +118,22 @@ class ConvTransfer(Affine):
         if weight is None:
             assert bias is not None
             return bias.view(-1, *[1] * self.dimensions).expand(self.output_shape)
-        input, padding = self._kernel_input()
         g = self.geometry
-        Y = CONVOLVE[self.dimensions](input, weight, bias, g.stride, padding, g.dilation, g.groups)
+        Y = CONVOLVE[self.dimensions](self.batched, weight, bias, g.stride, g.widths, g.dilation, g.groups)
         return Y.view(self.output_shape)
 
     def gradient(self, G: Tensor) -> Parameters:
         """The convolution's own weight gradient, and G summed over images and positions."""
         G = G.reshape(self.batched_shape)
-        weight = bias = None
-        if self.weight_shape is not None:
-            input, padding = self._kernel_input()
-            g = self.geometry
-            weight = WEIGHT_GRADIENT[self.dimensions](
-                input, self.weight_shape, G, g.stride, padding, g.dilation, g.groups
-            )
-        if self.bias:
-            bias = G.sum([0, *range(2, G.dim())])
-        return weight, bias
+        weight = self._weight_gradient(G, self.weight_shape) if self.weight_shape is not None else None
+        return weight, G.sum([0, *range(2, G.dim())]) if self.bias else None
+
+    def _weight_gradient(self, G: Tensor, shape: torch.Size) -> Tensor:
+        g = self.geometry
+        gradient: Tensor = WEIGHT_GRADIENT[self.dimensions](
+            self.batched, shape, G, g.stride, g.widths, g.dilation, g.groups
+        )
+        return gradient
 
     def to_samples(self, G: Tensor) -> Tensor:
         """Channels last, one sample for each image and position, split by groups."""
@@ -150,8 +151,9 @@ class ConvTransfer(Affine):
         """FLOPs of S where it comes from autocorrelations."""
         if self.weight_shape is None or not self._correlates():
             return None
-        image, walks = self._image_and_walks()
-        return autocorrelation.flops(walks, *image.shape[:3])
+        batch, channels = self.batched.shape[:2]
+        groups = self.sizes.groups
+        return autocorrelation.flops(self._walks(), batch, groups, channels // groups)
 
     def _correlates(self) -> bool:
         """Whether S comes from autocorrelations; torch.compile can't generate code for complex numbers."""
@@ -159,23 +161,15 @@ class ConvTransfer(Affine):
             return False
         if type(self.batched) is not Tensor or self.batched.is_meta:  # a stand-in for a tensor
             return False
-        return autocorrelation.applies(self._image_and_walks()[1])
+        return autocorrelation.applies(self._walks())
 
-    def _image_and_walks(self) -> tuple[Tensor, list[autocorrelation.Walk]]:
-        """The input `[batch, groups, channels, *space]` and how the kernel walks over it."""
+    def _walks(self) -> list[autocorrelation.Walk]:
+        """How the kernel walks over each spatial dimension."""
         g = self.geometry
-        input, padding = self._kernel_input()
-        walks = [
-            autocorrelation.Walk(*of_axis)
-            for of_axis in zip(input.shape[2:], g.kernel, g.dilation, padding, strict=True)
+        sizes = self.batched.shape[2:]
+        return [
+            autocorrelation.Walk(*axis) for axis in zip(sizes, g.kernel, g.dilation, g.widths, strict=True)
         ]
-        return input.unflatten(1, (g.groups, -1)), walks
-
-    def _kernel_input(self) -> tuple[Tensor, tuple[int, ...]]:
-        """What to hand to a convolution kernel: the input and the padding it should add itself."""
-        if self.geometry.pads_by_kernel:
-            return self.batched, self.geometry.widths
-        return self.geometry.pad(self.batched), (0,) * self.dimensions
 
     def _blocks(self) -> Iterator[Tensor]:
         """Rows of a few images at a time."""

@@ -2,6 +2,7 @@
 
 from math import prod
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -37,18 +38,13 @@ class ConvTransposeTransfer(ConvTransfer):
         )
         return Y.view(self.output_shape)
 
-    def gradient(self, G: Tensor) -> Parameters:
-        """The weight gradient of the convolution that maps the output back to the input."""
-        G = G.reshape(self.batched_shape)
-        weight = bias = None
-        if self.weight_shape is not None:
-            g = self.geometry
-            weight = WEIGHT_GRADIENT[self.dimensions](
-                G, self.weight_shape, self.batched, g.stride, g.widths, g.dilation, g.groups
-            )
-        if self.bias:
-            bias = G.sum([0, *range(2, G.dim())])
-        return weight, bias
+    def _weight_gradient(self, G: Tensor, shape: torch.Size) -> Tensor:
+        """That of the convolution that maps the output back to the input."""
+        g = self.geometry
+        gradient: Tensor = WEIGHT_GRADIENT[self.dimensions](
+            G, shape, self.batched, g.stride, g.widths, g.dilation, g.groups
+        )
+        return gradient
 
     def _correlates(self) -> bool:
         """Not worth it: most of the spread-out input is zeros."""

@@ -56,14 +56,6 @@ class LinearTransfer(Affine):
             weight = self.input.mT @ G if self.transposed else G.mT @ self.input
         return weight, G.sum(0) if self.bias else None
 
-    def to_samples(self, G: Tensor) -> Tensor:
-        """Leading dimensions flattened."""
-        return G.reshape(1, -1, G.shape[-1])
-
-    def from_samples(self, U: Tensor) -> Tensor:
-        """Leading dimensions restored."""
-        return U.view(self.output_shape)
-
     def _columns(self, weight: Tensor) -> Tensor:
         return weight[None] if self.transposed else super()._columns(weight)
 

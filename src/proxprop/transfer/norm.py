@@ -38,12 +38,6 @@ class NormTransfer(Affine):
         samples = normalized.numel() // shape.numel()
         self.sizes = Sizes(shape.numel(), samples, (weight_shape is not None) + self.bias, 1)
 
-    def rows(self) -> Tensor:
-        """x̂ as `[channels, samples, 1]`."""
-        leading = [i for i in range(self.normalized.dim()) if i not in self.sums]
-        rows = self.normalized.permute(*leading, *self.sums).reshape(self.sizes.groups, -1, 1)
-        return rows if self.weight_shape else rows[..., :0]
-
     def gram(self) -> Tensor:
         """`[[Σx̂², Σx̂], [Σx̂, N]]` for every channel, by sums in place."""
         squares = self._sum(self.normalized.square()).reshape(-1, 1, 1) if self.weight_shape else None
