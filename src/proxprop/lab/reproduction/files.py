@@ -1,0 +1,47 @@
+"""Tidy CSV files: written from rows, read back as rows of text and numbers."""
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from proxprop.lab.records.sealed import write_bytes
+
+Row = dict[str, Any]
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
+    """Write rows under a header; None is empty, numbers keep all their digits."""
+    text = io.StringIO()
+    table = csv.DictWriter(text, columns, lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, text.getvalue().encode())
+
+
+def read_csv(path: Path) -> list[Row]:
+    """The rows of a file; what reads as a number is one, what is empty is None, no file is no rows."""
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return [{key: value(text) for key, text in row.items()} for row in csv.DictReader(file)]
+
+
+def value(text: str) -> Any:
+    """One cell.
+
+    >>> [value(text) for text in ("", "0.05", "3", "cg:3", "nan")]
+    [None, 0.05, 3, 'cg:3', 'nan']
+    """
+    if not text:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    if not math.isfinite(number):
+        return text
+    return int(number) if text.lstrip("-").isdigit() else number
