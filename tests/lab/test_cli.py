@@ -136,7 +136,7 @@ def test_compare_writes_a_report_and_does_not_run_twice(here, capsys, blobs):
     assert stamps == {path: path.stat().st_mtime_ns for path in here.rglob("result.json")}
 
 
-@pytest.mark.parametrize(("what", "runs"), [("fig1", 5), ("fig2", 8)])
+@pytest.mark.parametrize(("what", "runs"), [("fig1", 8), ("fig2", 12)])
 def test_reproduce_quick(here, capsys, what, runs):
     assert run("reproduce", what, "--quick", "--device", "cpu") == 0
     told = capsys.readouterr().out

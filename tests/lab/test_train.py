@@ -1,6 +1,5 @@
 """The training loop: what it promises about its result, whatever happens to the process."""
 
-import importlib
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from proxprop.lab import step as stepping
 from proxprop.lab import watch as watching
 from proxprop.lab.config import Config
 from proxprop.lab.data import load
@@ -59,13 +59,12 @@ def test_the_random_numbers_of_the_caller_are_left_alone(tmp_path, small):
 
 
 def test_batches_cover_every_sample_once_an_epoch(tmp_path, small, monkeypatch):
-    module = importlib.import_module("proxprop.lab.train")
     seen = []
-    step = module._step
+    take = stepping.take
     monkeypatch.setattr(
-        module,
-        "_step",
-        lambda m, o, inputs, labels, p: (seen.append(inputs), step(m, o, inputs, labels, p))[1],
+        stepping,
+        "take",
+        lambda m, o, inputs, labels, p: (seen.append(inputs), take(m, o, inputs, labels, p))[1],
     )
     train(replace(small, epochs=2, batch_size=7), tmp_path / "run")
     whole = load(small.data).train.inputs
@@ -82,6 +81,24 @@ def test_divergence_is_recorded(tmp_path, small, solver):
     assert record.last["epoch"] < 5
     again = train(record.config, record.folder, resume=True)
     assert again.status == "diverged"
+
+
+def test_measuring_less_often_changes_nothing_but_the_rows(tmp_path, small):
+    often = train(replace(small, epochs=5), tmp_path / "a")
+    seldom = train(replace(small, epochs=5, measure_every=2), tmp_path / "b")
+    assert [row["epoch"] for row in seldom.epochs] == [0, 2, 4, 5]
+    assert seldom.notes == []
+    assert outcome(seldom.folder)[0] == outcome(often.folder)[0]
+    for row in seldom.epochs:
+        assert row["loss"] == often.epochs[row["epoch"]]["loss"]
+    steps = [row["batch_loss"] for row in often.epochs[3:5]]
+    assert seldom.epochs[2]["batch_loss"] == pytest.approx(sum(steps) / 2)
+
+
+def test_divergence_is_noticed_between_measurements(tmp_path, small):
+    record = train(replace(small, lr=1e20, epochs=50, measure_every=50), tmp_path / "run")
+    assert record.status == "diverged"
+    assert record.last["epoch"] < 5
 
 
 def test_a_finished_run_is_not_run_again(tmp_path, small):

@@ -15,6 +15,7 @@ from proxprop.lab.methods import solver_name
 from proxprop.lab.records import Record
 
 CLOSE = 0.02  # Two points of accuracy: what counts as "about as good as the best".
+HIDDEN = {"mlp": "MLP", "mlp-bn": "MLP with BatchNorm"}  # Models whose hidden widths are a setting.
 OPTIMIZER_NAMES = {"sgd": "Nesterov SGD", "adam": "Adam", "adamw": "AdamW", "muon": "Muon"}
 
 
@@ -89,8 +90,8 @@ class Task:
     def title(self) -> str:
         """For people: what was learned with which model."""
         full = self.config.settled()
-        widths = "-".join(map(str, full.hidden or ())) if full.model == "mlp" else ""
-        model = f"MLP {widths}" if widths else full.model
+        widths = "-".join(map(str, full.hidden or ())) if full.model in HIDDEN else ""
+        model = f"{HIDDEN[full.model]} {widths}" if widths else full.model
         return f"{full.data}, {model}, batch {full.batch_size}, {full.epochs} epochs"
 
     def optimizers(self) -> list[str]:
@@ -115,7 +116,7 @@ def tasks(records: Sequence[Record]) -> list[Task]:
     grouped: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
         c = record.config.settled()
-        hidden = c.hidden if c.model == "mlp" else None
+        hidden = c.hidden if c.model in HIDDEN else None
         key = (c.data, c.model, hidden, c.batch_size, c.epochs, c.precision, c.device, c.validation)
         grouped.setdefault(key, []).append(record)
     return [Task(found[0].config, _arms(found)) for found in grouped.values()]
@@ -171,7 +172,7 @@ def _arms(records: Sequence[Record]) -> list[Arm]:
 
 def _solver_order(solver: str) -> tuple[int, int]:
     family, _, argument = solver.partition(":")
-    rank = {"backprop": 0, "cg": 1, "exact": 2}.get(family, 3)
+    rank = {"backprop": 0, "published": 1, "cg": 2, "exact": 3}.get(family, 4)
     return rank, int(argument) if argument.isdigit() else 0
 
 

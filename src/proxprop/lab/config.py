@@ -12,7 +12,7 @@ from typing import Any
 
 from proxprop.lab.refusal import Refused, nearest, one_of
 
-MODELS = ("mlp", "convnet", "convnet-2pool", "resnet18")
+MODELS = ("mlp", "mlp-bn", "convnet", "convnet-2pool", "resnet18")
 OPTIMIZERS = ("sgd", "adam", "adamw", "muon")
 PRECISIONS = ("fp32", "tf32", "bf16")
 PAPER_WIDTHS = (4000, 1000, 4000)
@@ -29,12 +29,13 @@ class Config:
     Args:
         data: digits, cifar10, mnist, fashion-mnist, or a path to your own .npz/.safetensors.
         data_dir: folder that holds the dataset; None searches (see `proxprop doctor`).
-        model: mlp, convnet (the paper's text: three poolings), convnet-2pool (as released), resnet18.
+        model: mlp, mlp-bn (with batch normalisation), convnet (the paper's text: three poolings), convnet-2pool (as
+            released), resnet18.
         hidden: widths of the mlp's hidden layers.
         optimizer: sgd (Nesterov), adam, adamw, muon.
         lr: the optimizer's learning rate, the paper's τ.
         momentum: of sgd and muon.
-        solver: backprop, cg:K or exact.
+        solver: backprop, cg:K, exact, or published:K (the paper's released iteration, see `lab.published`).
         tau_theta: the proximal step size τ_θ; unused by backprop.
         batch_size: samples per step.
         epochs: passes over the training set.
@@ -43,6 +44,7 @@ class Config:
         precision: fp32, tf32 (matrix products), bf16 (autocast, fp32 weights).
         threads: CPU threads; None takes torch's own number. On CPU the last bits of a run depend on it.
         validation: training samples held out; None takes the dataset's own number.
+        measure_every: measure after every so many epochs, and at the end; measuring takes no training time, but time.
         log_steps: write the mini-batch loss every so many steps; 0 writes epochs only.
         observe: measure, once per epoch, the cosine between direction and gradient of every converted layer.
         checkpoint_seconds: at least so long between two checkpoints; 0 writes one after every step.
@@ -66,6 +68,7 @@ class Config:
     precision: str = "fp32"
     threads: int | None = None
     validation: int | None = None
+    measure_every: int = 1
     log_steps: int = 0
     observe: bool = True
     checkpoint_seconds: float = 30.0
@@ -201,6 +204,7 @@ def _check(config: Config) -> None:
         ("batch_size", config.batch_size),
         ("epochs", config.epochs),
         ("threads", config.threads),
+        ("measure_every", config.measure_every),
     ):
         if whole is not None and whole < 1:
             raise Refused(f"{name} should be >= 1 but is {whole}")

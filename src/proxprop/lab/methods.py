@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import proxprop
+from proxprop.lab import published
 from proxprop.lab.config import Config
 from proxprop.lab.refusal import Refused, one_of
 
@@ -49,11 +50,13 @@ def method(config: Config) -> Method:
 def solver_name(solver: str) -> str:
     """A solver's name for people; a peer goes by its own.
 
-    >>> [solver_name(s) for s in ("backprop", "cg:10", "exact", "kfac")]
-    ['BackProp', 'ProxProp cg10', 'ProxProp exact', 'kfac']
+    >>> [solver_name(s) for s in ("backprop", "cg:10", "exact", "published:3", "kfac")]
+    ['BackProp', 'ProxProp cg10', 'ProxProp exact', 'published cg3', 'kfac']
     """
     if is_proximal(solver):
         return f"ProxProp {solver.replace(':', '')}"
+    if solver.startswith("published:"):
+        return solver.replace(":", " cg")
     return "BackProp" if solver == "backprop" else solver
 
 
@@ -73,9 +76,13 @@ def _exact(argument: str, config: Config) -> Prepare:
 
 
 def _cg(argument: str, config: Config) -> Prepare:
-    if not (argument.isascii() and argument.isdigit() and int(argument) >= 1):
-        raise Refused(f"solver cg should be cg:K with K >= 1 iterations, like cg:3, but is '{config.solver}'")
-    return lambda model: _convert(model, proxprop.CG(int(argument)), config)
+    steps = _iterations("cg", argument)
+    return lambda model: _convert(model, proxprop.CG(steps), config)
+
+
+def _published(argument: str, config: Config) -> Prepare:
+    steps = _iterations("published", argument)
+    return lambda model: published.convert(model, steps, config.tau_theta)
 
 
 def _convert(model: nn.Module, solver: proxprop.CG | proxprop.Exact, config: Config) -> nn.Module:
@@ -83,6 +90,15 @@ def _convert(model: nn.Module, solver: proxprop.CG | proxprop.Exact, config: Con
         return proxprop.convert(model, solver, tau_theta=config.tau_theta)
     except (TypeError, ValueError) as error:
         raise Refused(str(error)) from error
+
+
+def _iterations(family: str, argument: str) -> int:
+    if not (argument.isascii() and argument.isdigit() and int(argument) >= 1):
+        raise Refused(
+            f"solver {family} should be {family}:K with K >= 1 iterations, like {family}:3, "
+            f"but is '{family}:{argument}'"
+        )
+    return int(argument)
 
 
 def _no_argument(family: str, argument: str) -> None:
@@ -100,11 +116,11 @@ def _sgd(config: Config) -> MakeOptimizers:
 
 
 def _adam(config: Config) -> MakeOptimizers:
-    return lambda model: [torch.optim.Adam(model.parameters(), lr=_lr(config))]
+    return lambda model: [torch.optim.Adam(model.parameters(), lr=_lr(config), capturable=_on_cuda(model))]
 
 
 def _adamw(config: Config) -> MakeOptimizers:
-    return lambda model: [torch.optim.AdamW(model.parameters(), lr=_lr(config))]
+    return lambda model: [torch.optim.AdamW(model.parameters(), lr=_lr(config), capturable=_on_cuda(model))]
 
 
 def _muon(config: Config) -> MakeOptimizers:
@@ -115,7 +131,7 @@ def _muon(config: Config) -> MakeOptimizers:
         last = next(name for name, parameter in reversed(named) if parameter.ndim >= 2)
         matrices = [p for name, p in named if p.ndim == 2 and name != last]
         rest = [p for name, p in named if p.ndim != 2 or name == last]
-        made: list[Optimizer] = [torch.optim.AdamW(rest, lr=_lr(config))]
+        made: list[Optimizer] = [torch.optim.AdamW(rest, lr=_lr(config), capturable=_on_cuda(model))]
         if matrices:
             muon = torch.optim.Muon(
                 matrices, lr=_lr(config), momentum=config.momentum, adjust_lr_fn="match_rms_adamw"
@@ -126,13 +142,23 @@ def _muon(config: Config) -> MakeOptimizers:
     return make
 
 
+def _on_cuda(model: nn.Module) -> bool:
+    """Whether the optimizer's step counters have to live on the GPU, so that a CUDA graph can hold the step."""
+    return next(model.parameters()).is_cuda
+
+
 def _lr(config: Config) -> float:
     lr = config.settled().lr
     assert lr is not None
     return lr
 
 
-FAMILIES: dict[str, Callable[[str, Config], Prepare]] = {"backprop": _backprop, "cg": _cg, "exact": _exact}
+FAMILIES: dict[str, Callable[[str, Config], Prepare]] = {
+    "backprop": _backprop,
+    "cg": _cg,
+    "exact": _exact,
+    "published": _published,
+}
 OPTIMIZERS: dict[str, Callable[[Config], MakeOptimizers]] = {
     "sgd": _sgd,
     "adam": _adam,

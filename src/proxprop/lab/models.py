@@ -1,4 +1,4 @@
-"""The models: mlp, the paper's convnet (both versions), resnet18."""
+"""The models: mlp, with and without batch normalisation, the paper's convnet (both versions), resnet18."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,6 +16,7 @@ def build(config: Config, shape: Sequence[int], classes: int) -> nn.Module:
     hidden = config.settled().hidden or ()
     makers = {
         "mlp": lambda: mlp([prod(shape), *hidden, classes]),
+        "mlp-bn": lambda: mlp([prod(shape), *hidden, classes], batch_norm=True),
         "convnet": lambda: convnet(_image(shape), classes, third_pooling=True),
         "convnet-2pool": lambda: convnet(_image(shape), classes, third_pooling=False),
         "resnet18": lambda: ResNet18(_image(shape)[0], classes),
@@ -23,16 +24,20 @@ def build(config: Config, shape: Sequence[int], classes: int) -> nn.Module:
     return makers[one_of("model", config.model, makers)]()
 
 
-def mlp(widths: Sequence[int]) -> nn.Sequential:
-    """Fully connected layers with ReLU between them; `widths` from input to output.
+def mlp(widths: Sequence[int], batch_norm: bool = False) -> nn.Sequential:
+    """Fully connected layers with ReLU, or batch normalisation and ReLU, between them.
+
+    Args:
+        widths: from input to output.
+        batch_norm: whether to normalise the output of every hidden layer.
 
     >>> mlp([4, 3, 2])(torch.zeros(5, 2, 2)).shape
     torch.Size([5, 2])
     """
     layers: list[nn.Module] = [nn.Flatten()]
-    for wide, narrow in pairwise(widths):
-        layers += [nn.Linear(wide, narrow), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
+    for wide, narrow in pairwise(widths[:-1]):
+        layers += [nn.Linear(wide, narrow), *([nn.BatchNorm1d(narrow)] if batch_norm else []), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(widths[-2], widths[-1]))
 
 
 def convnet(shape: tuple[int, int, int], classes: int, third_pooling: bool = True) -> nn.Sequential:

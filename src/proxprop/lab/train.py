@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from proxprop.lab import devices, models
@@ -22,6 +21,7 @@ from proxprop.lab.plan import layer_rows
 from proxprop.lab.records import Record, Run, read
 from proxprop.lab.records.checkpoint import Checkpoint, pack, unpack
 from proxprop.lab.refusal import Interrupted
+from proxprop.lab.step import Steps
 from proxprop.lab.watch import TensorBoard, Watch, default
 
 
@@ -99,13 +99,14 @@ def _train(
     model = chosen.prepare(models.build(config, dataset.shape, dataset.classes).to(device))
     optimizers = chosen.optimizers(model)
     generator = torch.Generator(device).manual_seed(config.seed)
-    inputs, labels = dataset.train.inputs, dataset.train.labels
-    steps_per_epoch = -(-len(labels) // config.batch_size)
+    samples = dataset.train
+    steps_per_epoch = -(-len(samples) // config.batch_size)
 
-    run.write_plan(layer_rows(model, inputs[: config.batch_size]))
+    run.write_plan(layer_rows(model, samples.inputs[: config.batch_size]))
     place, notes = _resumed(run, model, optimizers, device)
     if place is None:
         place = Place(batch_loss=torch.zeros((), device=device), order=generator.get_state())
+    take_step = Steps(model, optimizers, samples, config.batch_size, config.precision)
     run.start(device)
     run.begin_rows(place.metrics, place.timing)
     watchers: list[Watch] = [watch, *([TensorBoard(run.folder)] if config.tensorboard else [])]
@@ -121,10 +122,10 @@ def _train(
         saved = clock = devices.wait(device)
         while place.epoch < config.epochs and not _diverged(place):
             generator.set_state(place.order)
-            order = torch.randperm(len(labels), generator=generator, device=device)
+            order = torch.randperm(len(samples), generator=generator, device=device)
             clock = devices.wait(device)
             for batch in order.split(config.batch_size)[place.step :]:
-                loss = _step(model, optimizers, inputs[batch], labels[batch], config.precision)
+                loss = take_step(batch)
                 place.batch_loss += loss
                 place.step += 1
                 place.total += 1
@@ -140,8 +141,9 @@ def _train(
                     raise Interrupted(run.folder, place.total)
             place.seconds += devices.wait(device) - clock
             place.epoch, place.step, place.order = place.epoch + 1, 0, generator.get_state()
-            _measured(run, place, model, dataset, watchers)
-            place.batch_loss.zero_()
+            if _to_be_measured(place, config):
+                _measured(run, place, model, dataset, watchers)
+                place.batch_loss.zero_()
         summary = {"final": place.metrics[-1], "seconds": place.seconds}
         run.finish("diverged" if _diverged(place) else "finished", model.state_dict(), summary)
     finally:
@@ -149,19 +151,10 @@ def _train(
             watcher.end()
 
 
-def _step(
-    model: nn.Module, optimizers: list[Optimizer], inputs: Tensor, labels: Tensor, precision: str
-) -> Tensor:
-    """Forward, backward (which leaves the direction in .grad), optimizers; returns the mini-batch loss."""
-    for optimizer in optimizers:
-        optimizer.zero_grad(set_to_none=True)
-    with devices.autocast(inputs.device, precision):
-        scores = model(inputs)
-    loss = cross_entropy(scores.float(), labels)
-    loss.backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    return loss.detach()
+def _to_be_measured(place: Place, config: Config) -> bool:
+    """Every so many epochs, at the end, and where a mini-batch loss says that the run has diverged."""
+    due = place.epoch % config.measure_every == 0 or place.epoch == config.epochs
+    return due or _finite(place.batch_loss) is None
 
 
 def _measured(run: Run, place: Place, model: nn.Module, dataset: Dataset, watchers: list[Watch]) -> None:

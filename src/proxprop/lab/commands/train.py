@@ -34,7 +34,7 @@ def train(
     ] = None,
     momentum: Annotated[float | None, typer.Option(help="Of sgd and muon [0.95].")] = None,
     solver: Annotated[
-        str | None, typer.Option(help="backprop, cg:K (K iterations) or exact [backprop].")
+        str | None, typer.Option(help="backprop, cg:K (K iterations), exact or published:K [backprop].")
     ] = None,
     tau_theta: Annotated[float | None, typer.Option(help="Proximal step size τ_θ [1].")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples per step [500; digits: 100].")] = None,
@@ -45,6 +45,9 @@ def train(
     threads: Annotated[int | None, typer.Option(help="CPU threads [torch's own number].")] = None,
     validation: Annotated[
         int | None, typer.Option(help="Training samples held out [5000; digits: 200].")
+    ] = None,
+    measure_every: Annotated[
+        int | None, typer.Option(help="Measure after every so many epochs, and at the end [1].")
     ] = None,
     log_steps: Annotated[
         int | None, typer.Option(help="Also write the loss every so many steps [0: never].")

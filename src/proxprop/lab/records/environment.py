@@ -41,7 +41,12 @@ def device_name(device: torch.device) -> str:
 
 
 def commit() -> str | None:
-    """The commit of the checkout this package runs from, with + if it was changed; None outside of one."""
+    """The commit of the checkout this package runs from, with + if it was changed; None outside of one.
+
+    A copy without its history can be told by the variable PROXPROP_COMMIT.
+    """
+    if told := os.environ.get("PROXPROP_COMMIT"):
+        return told
     folder = Path(proxprop.__file__).parent
     head = _git(folder, "rev-parse", "--short=12", "HEAD")
     inside = _git(folder, "ls-files", "--error-unmatch", "__init__.py")

@@ -65,7 +65,8 @@ def read(folder: Path) -> Record:
     epochs = [row | clock.get(row["epoch"], {}) for row in rows if row["kind"] == "epoch"]
     if not epochs:
         raise Refused(f"{folder} holds no measurements yet")
-    missing = sorted(set(range(epochs[-1]["epoch"] + 1)) - {row["epoch"] for row in epochs})
+    due = set(range(0, epochs[-1]["epoch"] + 1, config.measure_every))
+    missing = sorted(due - {row["epoch"] for row in epochs})
     notes += [f"metrics.jsonl lacks epoch {epoch}" for epoch in missing]
     result = _optional(folder / "result.json", notes)
     return Record(
