@@ -28,8 +28,8 @@ from proxprop.lab.config import Config
 from proxprop.lab.data import Dataset, load
 from proxprop.lab.devices import device, matmul_precision
 from proxprop.lab.methods import method
+from proxprop.lab.paper import iteration
 from proxprop.lab.reproduction.files import Row, write_csv
-from proxprop.lab.reproduction.naming import iteration
 from proxprop.lab.train import train
 from proxprop.lab.watch import Quiet
 
