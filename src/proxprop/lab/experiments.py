@@ -167,11 +167,11 @@ def run_all(
     """
     records: list[Record] = []
     if jobs == 1:
-        return _collected((_run(config, folder, watch) for config in configs), records, tell)
+        return _collected((_run(config, folder, 1, watch) for config in configs), records, tell)
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         try:
             with _interrupts_ignored():
-                results = pool.map(_run, configs, repeat(folder), repeat(Quiet()))
+                results = pool.map(_run, configs, repeat(folder), repeat(jobs), repeat(Quiet()))
             return _collected(results, records, tell)
         except BaseException:
             pool.shutdown(cancel_futures=True)  # Waits for the runs under way, which stop after their step.
@@ -200,10 +200,10 @@ def _collected(
     return records
 
 
-def _run(config: Config, folder: Path, watch: Watch | None = None) -> Record:
+def _run(config: Config, folder: Path, at_once: int, watch: Watch | None = None) -> Record:
     where = folder / config.slug()
     dataset = None if (where / "result.json").exists() else _dataset(config)
-    return train(config, where, resume=True, watch=watch, dataset=dataset)
+    return train(config, where, resume=True, watch=watch, dataset=dataset, at_once=at_once)
 
 
 def _dataset(config: Config) -> Dataset:

@@ -31,6 +31,7 @@ def train(
     resume: bool = False,
     watch: Watch | None = None,
     dataset: Dataset | None = None,
+    at_once: int = 1,
 ) -> Record:
     """Train one run into a folder and return its record.
 
@@ -40,6 +41,7 @@ def train(
         resume: go on from the last good checkpoint of an unfinished run; a finished one is only read.
         watch: who is told about progress; a bar in a terminal by default.
         dataset: what `config.data` names, when it is already at hand; read from its files by default.
+        at_once: how many runs share this machine, for the record.
 
     Raises:
         Refused: the settings, the data or the folder do not allow it.
@@ -59,6 +61,7 @@ def train(
                 _heard(run),
                 interruptible() as flag,
             ):
+                run.start(device, at_once)
                 _train(run, chosen, dataset.to(device), device, watch or default(), flag)
     return read(folder)
 
@@ -107,7 +110,6 @@ def _train(
     if place is None:
         place = Place(batch_loss=torch.zeros((), device=device), order=generator.get_state())
     take_step = Steps(model, optimizers, samples, config.batch_size, config.precision)
-    run.start(device)
     run.begin_rows(place.metrics, place.timing)
     watchers: list[Watch] = [watch, *([TensorBoard(run.folder)] if config.tensorboard else [])]
     for watcher in watchers:

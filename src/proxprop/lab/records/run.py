@@ -55,15 +55,20 @@ class Run:
         """Whether the run has ended, well or in divergence."""
         return (self.folder / "result.json").exists()
 
-    def start(self, device: torch.device) -> None:
-        """Note the environment of this start after those of earlier starts."""
+    def start(self, device: torch.device, at_once: int = 1) -> None:
+        """Note the environment of this start after those of earlier starts.
+
+        Args:
+            device: where it trains.
+            at_once: how many runs shared the machine; with more than one, training times are not comparable.
+        """
         path = self.folder / "environment.json"
         try:
             starts = sealed.read(path)["starts"] if path.exists() else []
         except sealed.Damaged as damage:
             starts = []
             self.note(f"{damage}; it was begun anew")
-        sealed.write(path, {"starts": [*starts, environment(device)]})
+        sealed.write(path, {"starts": [*starts, environment(device) | {"runs_at_once": at_once}]})
 
     def note(self, text: str) -> None:
         """Keep something a person should know with the run."""
