@@ -1,4 +1,4 @@
-"""`proxprop reproduce`: the paper's experiments."""
+"""`proxprop reproduce`: the paper, claim by claim."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -6,19 +6,17 @@ from typing import Annotated
 
 import typer
 
-from proxprop.lab import experiments
-from proxprop.lab.analysis import tasks
+from proxprop.lab import devices, experiments, records
 from proxprop.lab.commands import options
-from proxprop.lab.commands.compare import _command, run_and_tell
-from proxprop.lab.commands.console import say, show
-from proxprop.lab.report import write_report
-from proxprop.lab.report.tables import final_table, rate_table
+from proxprop.lab.commands.compare import run_and_tell
+from proxprop.lab.commands.console import say
+from proxprop.lab.config import Config
+from proxprop.lab.data import load
+from proxprop.lab.reproduction import propositions, spectrum
+from proxprop.lab.reproduction.files import write_csv
+from proxprop.lab.reproduction.write import write_document, write_tables
 
-TITLES = {
-    "fig1": "Figure 1, exact and approximate solutions",
-    "table1": "Table 1, stability for larger step sizes",
-    "fig2": "Figure 2, Adam",
-}
+QUICK_WIDTHS, QUICK_EPOCHS = (32, 16, 32), (0, 1)
 
 
 class What(StrEnum):
@@ -27,62 +25,88 @@ class What(StrEnum):
     fig1 = "fig1"
     table1 = "table1"
     fig2 = "fig2"
+    spectrum = "spectrum"
+    propositions = "propositions"
+    beyond = "beyond"
     all = "all"
 
 
 def reproduce(
-    what: Annotated[What, typer.Argument(help="Which of the paper's experiments.")],
+    what: Annotated[What, typer.Argument(help="Which part of the paper.")],
     epochs: Annotated[
         int, typer.Option(min=1, help="Passes over the training samples; the paper's are 50.")
-    ] = 50,
+    ] = experiments.PAPER_EPOCHS,
     quick: Annotated[
         bool, typer.Option("--quick", help="Digits and tiny layers, two epochs: proves it works.")
     ] = False,
-    seeds: options.Seeds = 1,
+    only_write: Annotated[
+        bool, typer.Option("--only-write", help="Run nothing: write from the records that are there.")
+    ] = False,
+    seeds: options.Seeds = 3,
     data_dir: options.DataDir = None,
     device: options.Device = "auto",
     precision: Annotated[str, typer.Option(help="fp32, tf32 or bf16.")] = "fp32",
     save_weights: Annotated[
         bool, typer.Option(help="Keep every run's final weights (about 95 MB each).")
     ] = False,
-    out: options.Out = Path("out/reproduce"),
+    runs: Annotated[Path, typer.Option(help="Folder with the runs' records.")] = Path("out/reproduce/runs"),
+    out: Annotated[Path, typer.Option(help="Folder for tables, figures and REPRODUCTION.md.")] = Path(
+        "out/reproduce"
+    ),
     download: options.Download = False,
 ) -> None:
-    """Run the paper's experiments on CIFAR-10.
+    """Run the paper's experiments on CIFAR-10 and say what is true.
 
-    The report draws the paper's own curves behind yours. Finished runs are not run again, so the command can be
-    stopped and given again at any time.
+    Writes tidy tables, figures with the paper's curves behind ours, and REPRODUCTION.md with a verdict on every claim.
+    Finished runs are not run again, so the command can be stopped and given again at any time; what is still missing
+    is left out and said.
 
     \b
     Examples:
         proxprop reproduce fig1 --download
-        proxprop reproduce table1 --device cuda --seeds 3
+        proxprop reproduce all --device cuda --out results/paper
+        proxprop reproduce all --only-write --out results/paper
         proxprop reproduce all --quick
     """
-    given = {
-        "data": "cifar10",
-        "data_dir": data_dir,
-        "epochs": epochs,
-        "device": device,
-        "precision": precision,
-    }
+    given = {"data": "cifar10", "data_dir": data_dir, "epochs": epochs, "precision": precision}
+    given |= {"device": device if only_write else str(devices.device(device or "auto"))}
     base = options.config_from(None, given | {"save_weights": save_weights})
-    names = list(experiments.EXPERIMENTS) if what is What.all else [what.value]
+    if quick:
+        runs, out = out / "quick" / "runs", out / "quick"
     shrunk = experiments.quick if quick else list
-    parts = {TITLES[name]: shrunk(experiments.paper([name], base, seeds)) for name in names}
-    if download and not quick:
-        options.fetch(base)
-    configs = {config.slug(): config for part in parts.values() for config in part}
-    records = run_and_tell(list(configs.values()), out / ("quick" if quick else "runs"), 1)
-    named = dict(zip(configs, records, strict=True))
-    groups = {title: [named[config.slug()] for config in part] for title, part in parts.items()}
-    title = "Proximal Backpropagation, reproduced" + (
-        " (quick: proves the command, nothing else)" if quick else ""
-    )
-    path = write_report(records, out, title, rerun=_command(), formats=("png",), groups=groups)
-    for heading, group in groups.items():
-        for task in tasks(group):
-            show(final_table(task), f"{heading}: {task.title}")
-            if any(len(arm.rates) > 1 for arm in task.arms):
-                show(rate_table(task, "sgd"), "Final full-batch loss, ours / the paper's")
-    say(f"Report: {path.resolve()}")
+    wanted = {name: shrunk(experiments.paper([name], base, seeds)) for name in experiments.EXPERIMENTS}
+    if not only_write:
+        if download and not quick:
+            options.fetch(base)
+        _run([config for name in _names(what) for config in wanted[name]], runs)
+        _measure(what, Config(data="digits", hidden=QUICK_WIDTHS) if quick else base, out, quick)
+    found = records.find([runs], tell=say) if any(runs.glob("*/config.json")) else []
+    write_tables(found, wanted, out)
+    say(f"Written: {write_document(out).resolve()}")
+
+
+def _names(what: What) -> list[str]:
+    """The experiments a word stands for; the two measurements are none."""
+    if what is What.all:
+        return list(experiments.EXPERIMENTS)
+    if what is What.beyond:
+        return list(experiments.BEYOND)
+    return [what.value] if what.value in experiments.PAPER else []
+
+
+def _run(configs: list[Config], folder: Path) -> None:
+    """Run what is missing, each run once."""
+    once = {config.slug(): config for config in configs}
+    if once:
+        run_and_tell(list(once.values()), folder, 1)
+
+
+def _measure(what: What, base: Config, out: Path, quick: bool) -> None:
+    """Measure the spectrum and the propositions, unless they are already there."""
+    if what in (What.all, What.spectrum) and not (path := out / "spectrum.csv").is_file():
+        say("Measuring the spectrum.")
+        dataset = load(base.data, base.data_dir, validation=0).to(devices.device(base.device))
+        write_csv(path, spectrum.COLUMNS, spectrum.measure(spectrum.samples(dataset)))
+    if what in (What.all, What.propositions) and not (path := out / "propositions.csv").is_file():
+        say("Measuring angles and energies along training runs.")
+        propositions.write(base, path, QUICK_EPOCHS if quick else propositions.EPOCHS)

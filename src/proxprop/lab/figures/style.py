@@ -15,6 +15,12 @@ LOOKS: dict[str, dict[str, Any]] = {
     "cg:10": {"color": "#CC79A7", "linestyle": "-", "marker": "P"},
     "exact": {"color": "#D55E00", "linestyle": "-", "marker": "^"},
 }
+DOTTED: Any = (0, (1.2, 1.2))
+LOOKS |= {
+    solver.replace("cg", "published"): style | {"linestyle": DOTTED, "markerfacecolor": "white"}
+    for solver, style in LOOKS.items()
+    if solver.startswith("cg:")
+}  # the released iteration: the same method to the paper, so the same colour and marker
 OTHERS = ("#E69F00", "#F0E442", "#56B4E9", "#009E73")
 SETTINGS: Any = {
     "font.size": 10,
@@ -36,6 +42,8 @@ SETTINGS: Any = {
     "ytick.color": INK,
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
+    "svg.hashsalt": "proxprop",  # The same figure is the same file.
+    "svg.fonttype": "none",
 }
 
 

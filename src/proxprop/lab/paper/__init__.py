@@ -76,14 +76,15 @@ def drawn(figure: str, method: str, quantity: str, over: str) -> Curve | None:
     return curves().get((panel, series)) if panel else None
 
 
-def pace(figure: str, method: str) -> float | None:
+def pace(figure: str, method: str) -> float:
     """Seconds an epoch took the authors, from the panel over time.
 
     >>> round(pace("fig1", "ProxProp (cg3)") / pace("fig1", "BackProp"), 2)
     2.77
     """
     found = drawn(figure, method, "loss", "seconds")
-    return found[0][-1] / (len(found[0]) - 1) if found else None
+    assert found is not None, f"{figure} has no {method} over time"
+    return found[0][-1] / (len(found[0]) - 1)
 
 
 def curve(config: Config, quantity: str, over: str) -> Curve | None:

@@ -203,6 +203,12 @@ def measure(base: Config, folder: Path, epochs: Sequence[int] = EPOCHS) -> Itera
         yield from along(config, [e for e in epochs if e or not number], folder, dataset)
 
 
+def write(base: Config, out: Path, epochs: Sequence[int] = EPOCHS) -> None:
+    """Measure and write the file; the runs' records are not kept."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_csv(out, COLUMNS, measure(base, Path(folder), epochs))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write the file, on a machine without the command line's packages."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -211,9 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args(arguments)
-    base = Config(data=given.data, data_dir=given.data_dir, device=given.device)
-    with tempfile.TemporaryDirectory() as folder:
-        write_csv(given.out, COLUMNS, measure(base, Path(folder)))
+    write(Config(data=given.data, data_dir=given.data_dir, device=given.device), given.out)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ how many images were taken. So every *reading* (how pixels become numbers) is me
 """
 
 import argparse
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from proxprop.lab.reproduction.files import Row, write_csv
 
 COLUMNS = ("reading", "images", "count", "precision", "features", "largest", "smallest", "orders")
 CHUNK = 5000
+COUNTS = (500, 5000, 9000, 10000, 30000, 45000)
 
 # From images in [0, 1], [samples, channels, height, width], to the numbers whose spectrum is taken.
 READINGS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -39,7 +41,10 @@ def _standardised(x: Tensor, over: tuple[int, ...]) -> Tensor:
 
 
 def samples(dataset: Dataset) -> dict[str, Tensor]:
-    """The sets of images: starts of the training part in the paper's sizes, all of it, the test part.
+    """The sets of images: starts of the training part, all of it, the test part.
+
+    500 is a batch, 5,000 the validation set, 10,000 one of CIFAR-10's files and 9,000 its share of the 45,000 that are
+    trained on, 30,000 three files.
 
     Args:
         dataset: with nothing held out.
@@ -48,7 +53,7 @@ def samples(dataset: Dataset) -> dict[str, Tensor]:
         Name to images; a size the dataset does not reach is left out.
     """
     whole = dataset.train.inputs
-    first = {f"first {count}": whole[:count] for count in (500, 5000, 10000, 45000) if count < len(whole)}
+    first = {f"first {count}": whole[:count] for count in COUNTS if count < len(whole)}
     return first | {f"all {len(whole)}": whole, f"test {len(dataset.test)}": dataset.test.inputs}
 
 
@@ -57,7 +62,8 @@ def measure(
 ) -> Iterator[Row]:
     """One row per set of images, reading and precision; both ends of the spectrum of XXᵀ, as computed.
 
-    `orders` is log10(largest / |smallest|). In float32 the smallest eigenvalue is rounding, and may be negative.
+    `orders` is log10(largest / |smallest|), None where that is 0. In float32 the smallest eigenvalue is rounding, and
+    may be negative.
     """
     for name, pixels in images.items():
         for reading, read in READINGS.items():
@@ -65,7 +71,7 @@ def measure(
                 X = read(pixels.to(getattr(torch, precision))).flatten(1)
                 values = torch.linalg.eigvalsh(gram(X))
                 low, high = float(values[0]), float(values[-1])
-                orders = float(torch.log10(values[-1] / values[0].abs()))
+                orders = math.log10(high / abs(low)) if low else None
                 yield dict(
                     zip(
                         COLUMNS,

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from proxprop.lab import paper
-from proxprop.lab.config import Config, command
+from proxprop.lab.config import INCIDENTAL, Config, command
 from proxprop.lab.records import Record
 from proxprop.lab.reproduction.files import Row
 
@@ -13,8 +13,10 @@ CURVES = (
     "model", "method", "solver", "iteration", "optimizer", "momentum", "tau", "tau_theta", "batch_size", "seed",
     "status", "epoch", "seconds", "train_loss", "val_accuracy", "test_accuracy", "run",
 )  # fmt: skip
-RUNS = ("run", "experiments", "data", "seed", "command", "status", "commit", "torch", "device", "time")
-ENVIRONMENT = ("proxprop", "commit", "python", "torch", "numpy", "cuda", "platform", "device")
+RUNS = (
+    "run", "experiments", "data", "seed", "command", "status", "commit", "torch", "device", "runs_at_once", "time",
+)  # fmt: skip
+ENVIRONMENT = ("proxprop", "commit", "python", "torch", "numpy", "cuda", "device")
 
 # Settings that change where a run computes and how often it looks, not what it learns.
 APART = ("device", "threads", "observe", "log_steps", "measure_every")
@@ -44,7 +46,10 @@ def _nearest(config: Config, records: Sequence[Record]) -> Record | None:
 
 
 def curve_rows(found: Iterable[Pair], **about: str) -> Iterator[Row]:
-    """The measured epochs of every run that has a record; `about` is repeated in every row."""
+    """The measured epochs of every run that has a record; `about` is repeated in every row.
+
+    `seconds` is training time, and empty where several runs shared the machine.
+    """
     for _, record in found:
         if record is None:
             continue
@@ -52,11 +57,15 @@ def curve_rows(found: Iterable[Pair], **about: str) -> Iterator[Row]:
         for epoch in record.epochs:
             yield settings | {
                 "epoch": epoch["epoch"],
-                "seconds": epoch.get("seconds"),
+                "seconds": epoch.get("seconds") if _at_once(record) == 1 else None,
                 "train_loss": epoch["loss"],
                 "val_accuracy": epoch["validation_accuracy"],
                 "test_accuracy": epoch["test_accuracy"],
             }
+
+
+def _at_once(record: Record) -> int:
+    return max((start.get("runs_at_once", 1) for start in record.starts), default=1)
 
 
 def _settings(config: Config) -> Row:
@@ -87,10 +96,12 @@ def run_rows(experiments: Mapping[str, Iterable[Pair]]) -> list[Row]:
 
 
 def _run_row(run: str, config: Config, record: Record | None) -> Row:
-    anywhere = replace(config.settled(), data_dir=None)
+    usual = {name: getattr(Config, name) for name in INCIDENTAL}
+    anywhere = replace(config.settled(), **usual)
     row: Row = {"run": run, "experiments": "", "data": config.data, "seed": config.seed}
     row |= {"command": command(anywhere, f"runs/{run}"), "status": record.status if record else "missing"}
     environment = record.environment if record else {}
+    row["runs_at_once"] = _at_once(record) if record else None
     return row | {name: environment.get(name) for name in ("commit", "torch", "device", "time")}
 
 

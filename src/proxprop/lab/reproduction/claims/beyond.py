@@ -1,0 +1,106 @@
+"""What the paper's text promises but does not show: BatchNorm, optimizers, sensitivity to τ_θ; and batch sizes."""
+
+import math
+from typing import Any
+
+from proxprop.lab.reproduction import grades, words
+from proxprop.lab.reproduction.claims.table1 import Losses, span
+from proxprop.lab.reproduction.claims.verdict import Verdict
+from proxprop.lab.reproduction.files import Row
+from proxprop.lab.reproduction.measured import LOSS, VALIDATION, arm, final
+from proxprop.lab.reproduction.results import Results
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "plain SGD": {"optimizer": "sgd", "momentum": 0},
+    "Nesterov SGD": {"optimizer": "sgd", "momentum": 0.95},
+    "Adam": {"optimizer": "adam"},
+}
+SOLVERS = {"backprop": "BackProp", "cg:3": "cg3", "exact": "exact"}
+
+
+def claims(results: Results) -> list[Verdict]:
+    """BatchNorm, the three optimizers, τ_θ, and the batch size."""
+    rows = results.beyond
+    return [
+        *(_batchnorm(rows, solver, results.seeds) for solver in ("cg:3", "exact")),
+        *(_optimizer(rows, name) for name in OPTIMIZERS),
+        _sensitive(rows),
+        *(_batch(rows, solver) for solver in ("cg:3", "exact")),
+    ]
+
+
+def over(rows: list[Row], column: str, **wanted: object) -> Losses:
+    """A setting's values, ascending, to the final loss of the arm."""
+    found = arm(rows, **wanted)
+    values = sorted({row[column] for row in found})
+    return {value: final(arm(found, **{column: value}), LOSS) for value in values}
+
+
+def _batchnorm(rows: list[Row], solver: str, seeds: int) -> Verdict:
+    """Works: every seed finishes, with a validation accuracy no more than a point below BackProp's."""
+    part = arm(rows, experiment="batchnorm")
+    mine, base = (arm(part, solver=name) for name in (solver, "backprop"))
+    accuracy, other = final(mine, VALIDATION), final(base, VALIDATION)
+    works = None if not (accuracy.count and other.count) else accuracy.mean >= other.mean - grades.POINTS
+    shown = f"loss {words.loss(final(mine, LOSS), seeds)}, validation {words.percent(accuracy, seeds)}"
+    told = f"BackProp: loss {words.loss(final(base, LOSS), seeds)}, validation {words.percent(other, seeds)}"
+    claim = (
+        f"ProxProp ({SOLVERS[solver]}) integrates with BatchNorm: no seed diverges, validation accuracy at most "
+        f"{100 * grades.POINTS:g} point below BackProp's"
+    )
+    verdict = grades.holds(works if works is None else works and not accuracy.lost)
+    return Verdict(
+        claim, "said, not shown", "", shown if mine else words.NOTHING, verdict, told if base else ""
+    )
+
+
+def _optimizer(rows: list[Row], name: str) -> Verdict:
+    """Combines well: the lowest final loss over learning rates is below BackProp's lowest."""
+    part = arm(rows, experiment="optimizers", **OPTIMIZERS[name])
+    best = {}
+    for solver, label in SOLVERS.items():
+        losses = {tau: loss.mean for tau, loss in over(part, "tau", solver=solver).items() if not loss.lost}
+        if losses:
+            tau = min(losses, key=lambda tau: losses[tau])
+            best[label] = losses[tau], f"{label} {words.number(losses[tau])} (τ = {tau:g})"
+    complete = len(best) == len(SOLVERS)
+    conditions = [best[label][0] < best["BackProp"][0] if complete else None for label in ("cg3", "exact")]
+    claim = f"{name}: cg3 and exact end lower than BackProp after ten epochs, each at its best τ"
+    told = ", ".join(text for _, text in best.values()) or words.NOTHING
+    return Verdict(claim, "said, not shown", "", told, grades.holds(*conditions))
+
+
+def _sensitive(rows: list[Row]) -> Verdict:
+    """More sensitive: fewer orders of τ_θ within twice the method's own lowest loss."""
+    spans, told = {}, []
+    for solver in ("cg:3", "exact"):
+        losses = over(rows, "tau_theta", experiment="tau_theta", solver=solver)
+        if losses:
+            lowest = min(loss.mean for loss in losses.values())
+            worst = max(loss.mean for loss in losses.values())
+            spans[solver] = span(losses, 2 * lowest) or 0.0
+            ratio = f"{worst / lowest:.3g}×" if math.isfinite(worst) else "a diverged run"
+            told.append(f"{SOLVERS[solver]} {spans[solver]:.2g} orders, worst over best {ratio}")
+    conditions = [spans["exact"] < spans["cg:3"]] if len(spans) == 2 else [None]
+    claim = (
+        "exact is more sensitive to τ_θ than cg3: fewer orders of τ_θ within twice its own lowest loss (τ = 1, "
+        "ten epochs)"
+    )
+    return Verdict(claim, "said, not shown", "", "; ".join(told) or words.NOTHING, grades.holds(*conditions))
+
+
+def _batch(rows: list[Row], solver: str) -> Verdict:
+    """The paper only has batches of 500."""
+    mine, base = (
+        over(rows, "batch_size", experiment="batches", solver=name) for name in (solver, "backprop")
+    )
+    shared = [size for size in mine if size in base]
+    told = [f"{size}: {_loss(mine[size].mean)} against {_loss(base[size].mean)}" for size in shared]
+    lower = [mine[size].mean < base[size].mean for size in shared]
+    claim = f"ProxProp ({SOLVERS[solver]}) ends lower than BackProp after ten epochs at every batch size"
+    verdict = grades.holds(*lower) if lower else grades.NOT_RUN
+    return Verdict(claim, "only 500 shown", "", "; ".join(told) or words.NOTHING, verdict)
+
+
+def _loss(value: float) -> str:
+    return words.number(value) if math.isfinite(value) else "diverged"
