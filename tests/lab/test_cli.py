@@ -1,6 +1,7 @@
 """The command line: help, exit codes, no traceback for a mistake, and the whole way from a run to a report."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from proxprop.lab import records
 from proxprop.lab.cli import commands, main
+from proxprop.lab.reproduction.files import read_csv
 
 
 def run(*arguments):
@@ -136,12 +138,25 @@ def test_compare_writes_a_report_and_does_not_run_twice(here, capsys, blobs):
     assert stamps == {path: path.stat().st_mtime_ns for path in here.rglob("result.json")}
 
 
-@pytest.mark.parametrize(("what", "runs"), [("fig1", 8), ("fig2", 12)])
-def test_reproduce_quick(here, capsys, what, runs):
-    assert run("reproduce", what, "--quick", "--device", "cpu") == 0
-    told = capsys.readouterr().out
-    assert f"{runs} runs" in told
-    assert (here / "out" / "reproduce" / "report.html").is_file()
+def test_reproduce_quick_writes_tables_figures_and_verdicts_and_any_row_runs_again(here, capsys):
+    assert run("reproduce", "fig1", "--quick", "--device", "cpu", "--seeds", "1") == 0
+    assert "8 runs" in capsys.readouterr().out
+    out = here / "out" / "reproduce" / "quick"
+    assert {path.name for path in out.iterdir()} >= {
+        "runs", "fig1.csv", "runs.csv", "environment.json", "fig1.svg", "fig1.png", "REPRODUCTION.md",
+    }  # fmt: skip
+    assert "Made with `--quick`" in (out / "REPRODUCTION.md").read_text()
+    row = next(row for row in read_csv(out / "runs.csv") if "cg:5" in row["command"])
+    assert run(*shlex.split(row["command"])[1:], "--no-save-weights") == 0
+    first, again = (records.read(folder / row["run"]) for folder in (out / "runs", here / "runs"))
+    assert first.epochs[-1]["loss"] == again.epochs[-1]["loss"]
+
+
+def test_reproduce_can_only_write(here, capsys):
+    assert run("reproduce", "all", "--only-write", "--out", "results") == 0
+    told = (here / "results" / "REPRODUCTION.md").read_text()
+    assert "Nothing has been run yet." in told
+    assert not (here / "out").exists()
 
 
 def test_reproduce_needs_a_known_name(capsys):
