@@ -47,6 +47,8 @@ def write_document(out: Path) -> Path:
     drawn = figures(results)
     with styled():
         for name, figure in drawn.items():
+            figure.draw_without_rendering()
+            figure.set_layout_engine("none")  # laid out once, for both files
             figure.savefig(out / f"{name}.svg", metadata={"Date": None})
             figure.savefig(out / f"{name}.png", dpi=110)
     path = out / DOCUMENT
