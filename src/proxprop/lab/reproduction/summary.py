@@ -106,19 +106,18 @@ def _robust(results: Results) -> str:
 
 
 def _architecture(results: Results) -> str:
-    apart = fig2.apart(results)
-    if not all(math.isfinite(value) for value in apart.values()):
+    apart = fig2.apart(results, ("BackProp",), "correct")
+    which = fig2.nearer(apart)
+    if which is None:
         return ""
-    nearest = min(apart, key=lambda model: apart[model])
-    told = ", ".join(f"{fig2.ARCHITECTURES[model]} {value:.2f}" for model, value in apart.items())
-    which = fig2.ARCHITECTURES[nearest]
-    return f"**Figure 2** agrees better with the network with {which}: mean \\|ln ratio\\| {told}."
+    told = ", ".join(f"{fig2.ARCHITECTURES[model]} {value:.3f}" for model, value in apart.items())
+    return f"**Figure 2's BackProp curve** is nearer to the network with {which}: mean \\|ln ratio\\| {told}."
 
 
 def _spectrum(results: Results) -> str:
     if not results.spectrum:
         return ""
-    first = readings.nearest(results.spectrum)[0]
+    first = readings.nearest(readings.natural(results.spectrum))[0]
     said = f"{paper.LARGEST_EIGENVALUE:.1e}, {paper.EIGENVALUE_ORDERS} orders"
     return f"**Section 4.1's largest eigenvalue** ({said}) is nearest to that of {readings.said(first)}."
 
