@@ -8,14 +8,17 @@ import torch
 import typer
 
 import proxprop
-from proxprop.lab import figures
+from proxprop.lab import figures, paper
 from proxprop.lab.commands import options
 from proxprop.lab.commands.console import say, show
 from proxprop.lab.data import load
 from proxprop.lab.refusal import one_of
 from proxprop.lab.report.tables import Table
 
-PAPER = {"cifar10": "The paper says: largest 6.7e6, seven orders of magnitude above the smallest."}
+PAPER = {
+    "cifar10": f"The paper says: largest {paper.LARGEST_EIGENVALUE:.1e}, {paper.EIGENVALUE_ORDERS} orders above the "
+    "smallest; `proxprop reproduce spectrum` looks for what it means."
+}
 
 
 def spectrum(

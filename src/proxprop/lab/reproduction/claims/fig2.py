@@ -22,7 +22,18 @@ from proxprop.lab.reproduction.claims.verdict import (
     theirs,
 )
 from proxprop.lab.reproduction.files import Row
-from proxprop.lab.reproduction.measured import LOSS, TEST, VALIDATION, Seeds, at, best, distance, final, pace
+from proxprop.lab.reproduction.measured import (
+    LOSS,
+    TEST,
+    VALIDATION,
+    Seeds,
+    arm,
+    at,
+    best,
+    distance,
+    final,
+    pace,
+)
 from proxprop.lab.reproduction.results import Results
 
 ARCHITECTURES = {"convnet-2pool": "two poolings", "convnet": "three poolings"}
@@ -47,6 +58,7 @@ def _architecture(model: str, results: Results) -> list[Verdict]:
         *(_time(before + method, method, mine, seeds) for method in CG),
         *(claim for method in METHODS for claim in _accuracies(before + method, method, mine[method], seeds)),
         *_higher(before, mine, seeds),
+        _exact(before, arm(results.fig2, solver="exact", model=model), seeds),
     ]
 
 
@@ -126,6 +138,15 @@ def _better(
 
 def _or_least(one: Seeds) -> float:
     return one.mean if one.values else -math.inf
+
+
+def _exact(before: str, rows: list[Row], seeds: int) -> Verdict:
+    """The row the paper leaves out."""
+    told = [f"loss {words.loss(at(rows, LOSS, epoch), seeds)} after {epoch} epochs" for epoch in EPOCHS]
+    told.append(f"best validation {words.percent(best(rows, VALIDATION), seeds)}")
+    told.append(f"test {words.percent(final(rows, TEST), seeds)}")
+    claim = f"{before}ProxProp (exact), which the paper leaves out"
+    return Verdict(claim, words.NOTHING, "", "; ".join(told), "not claimed" if rows else grades.NOT_RUN)
 
 
 def apart(results: Results, methods: Sequence[str], iteration: str) -> dict[str, float]:
