@@ -190,6 +190,48 @@ def test_figures_and_document_are_made_from_the_tables_alone(own, tmp_path):
     assert (tmp_path / "table1.svg").read_bytes() == before
 
 
+def beyond_rows(loss):
+    """Every run beyond the paper's, ending at the loss a function gives it; infinite is divergence."""
+    found = []
+    for name in experiments.BEYOND:
+        for config in experiments.paper([name], BASE, 1):
+            ends = [(0, 2.3), (10, loss(config))]
+            epochs = [
+                {
+                    "epoch": epoch,
+                    "loss": value if math.isfinite(value) else None,
+                    "validation_accuracy": 0.5,
+                    "test_accuracy": 0.5,
+                }
+                for epoch, value in ends
+            ]
+            status = "finished" if math.isfinite(ends[1][1]) else "diverged"
+            found += tables.curve_rows(
+                [(config, Record(Path(config.slug()), config, status, epochs))], experiment=name
+            )
+    return found
+
+
+def test_what_is_beyond_the_paper_is_judged():
+    def loss(config):
+        if config.solver == "backprop":
+            return math.inf if config.lr > 1 else 1.0
+        return 0.1 * max(1.0, config.tau_theta if config.solver == "exact" else 1.0)
+
+    results = Results(beyond=beyond_rows(loss), runs=tables.run_rows({"batches": [(BASE, None)]}))
+    found = {v.claim.partition(":")[0]: v for v in verdicts(results)["Beyond the paper's runs"]}
+    assert {v.reproduced for v in found.values()} == {grades.YES}
+    assert found["exact is more sensitive to τ_θ than cg3"].correct.startswith(
+        "cg3 5 orders, worst over best 1×; exact 3"
+    )
+    text = document(results)
+    assert "| BackProp | 1 (50.0 %) | 1 (50.0 %) | 1 (50.0 %) | diverged |" in text
+    assert list(figures(results)) == ["beyond"]
+    worse = Results(beyond=beyond_rows(lambda config: 1.0 if config.solver == "backprop" else 2.0))
+    told = {v.reproduced for v in verdicts(worse)["Beyond the paper's runs"][2:5]}
+    assert told == {grades.NO}
+
+
 def test_tables_are_written_from_records(made, tmp_path):
     record = made("cg:3", lr=1.0)
     write_tables([record], {"fig1": [record.config], "batches": [record.config], "fig2": [BASE]}, tmp_path)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from proxprop.lab.figures.reproduction.draw import label, sweep
+from proxprop.lab.figures.reproduction.draw import label, log_scale, sweep
 from proxprop.lab.figures.style import LOOKS, styled
 from proxprop.lab.reproduction.claims.beyond import OPTIMIZERS, SOLVERS, over
 from proxprop.lab.reproduction.files import Row
@@ -28,7 +28,7 @@ def beyond(results: Results) -> Any | None:
             part = arm(rows, experiment="optimizers", **OPTIMIZERS[name])
             _swept(ax, part, "optimizers", "tau", "learning rate τ (τ_θ = 1)", name)
         for ax in (*above, *below):
-            ax.set_yscale("log")
+            log_scale(ax)
             if ax.get_legend_handles_labels()[0]:
                 ax.legend(fontsize=8.5)
     return figure

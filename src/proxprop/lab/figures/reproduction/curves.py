@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from proxprop.lab import paper
-from proxprop.lab.figures.reproduction.draw import label, theirs
+from proxprop.lab.figures.reproduction.draw import label, log_scale, theirs
 from proxprop.lab.figures.style import LOOKS, styled
 from proxprop.lab.reproduction.files import Row
 from proxprop.lab.reproduction.measured import LOSS, VALIDATION, arm, band, pace
@@ -83,7 +83,7 @@ def _panel(ax: Any, figure: str, rows: Sequence[Row], solvers: Sequence[str], co
     ax.set_xlim(0, 1.02 * max((row[over] for row in rows if row[over]), default=1.0))
     ax.set_xlabel("epochs" if over == "epoch" else TIME)
     if column == LOSS:
-        ax.set_yscale("log")
+        log_scale(ax)
     else:
         ax.yaxis.set_major_formatter("{x:.0%}")
         _zoom(ax)

@@ -10,6 +10,8 @@ from proxprop.lab.reproduction.measured import Seeds
 
 OFF_SCALE = 1000.0  # A finite loss beyond this is as lost as an infinite one, and would flatten the rest.
 
+NARROW = 100.0  # A range of losses below this factor gets more than one label a decade.
+
 
 def label(solver: str) -> str:
     """A solver in a legend.
@@ -55,3 +57,14 @@ def sweep(ax: Any, found: Mapping[float, Seeds], name: str, style: dict[str, Any
     marks = {"linestyle": "", "marker": "x", "markersize": 7, "markeredgewidth": 1.8, "color": style["color"]}
     heights = [0.985 - 0.035 * row] * len(lost)
     ax.plot(lost, heights, transform=ax.get_xaxis_transform(), clip_on=False, **marks)
+
+
+def log_scale(ax: Any) -> None:
+    """A logarithmic axis of losses in plain numbers, with more of them where it spans less than two decades."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    ax.set_yscale("log")
+    low, high = ax.get_ylim()
+    ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0) if high < NARROW * low else (1.0,)))
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_minor_formatter(NullFormatter())

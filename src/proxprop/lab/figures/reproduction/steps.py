@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from proxprop.lab import paper
-from proxprop.lab.figures.reproduction.draw import label, sweep, theirs
+from proxprop.lab.figures.reproduction.draw import label, log_scale, sweep, theirs
 from proxprop.lab.figures.style import LOOKS, styled
 from proxprop.lab.reproduction.claims.table1 import losses
 from proxprop.lab.reproduction.measured import arm
@@ -31,13 +31,13 @@ def table1(results: Results) -> Any | None:
             ax.set_title(f"full-batch loss after 50 epochs\n{title}")
             ax.tick_params(labelleft=True)
         for ax in axes:
+            log_scale(ax)
             ax.legend(fontsize=8.5, ncols=2, loc="lower left")
     return figure
 
 
 def _panel(ax: Any, results: Results, solvers: Sequence[str]) -> None:
     ax.set_xscale("log")
-    ax.set_yscale("log")
     ax.set_xlabel("step size τ (× : at least one seed diverged, or its loss is beyond 1000)")
     for index, solver in enumerate(solvers):
         style = LOOKS[solver]
