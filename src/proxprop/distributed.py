@@ -1,121 +1,91 @@
-"""How S is summed over ranks: packed triangles in a few large buckets, each an asynchronous all-reduce.
+"""How S is summed over ranks: the ranks that share a batch, and all-reduces of packed triangles.
 
-S is symmetric, so only `features·(features + 1)/2` numbers a group are sent. The triangle is folded into two
-rectangles (LAPACK's rectangular full packed format), which takes block copies and no table of indices: with
-`p = ⌈features/2⌉`, `q = ⌊features/2⌋` and
-
-    S = [ P  R ]    P [p, p], R [p, q], Q [q, q],
-        [ Rᵀ Q ]
-
-R is one rectangle, and the upper triangle of P above the lower triangle of Q is the other, `[q + 1, p]`.
+DDP and FSDP2 average gradients over ranks, `B = (1/R) ΣB_r`, and S is summed, `S = Σ S_r`. With a loss that is a mean
+over the rank's samples and as many samples on every rank, B is the gradient of the mean over all of them, and
+D is the direction of one process with the concatenated batch.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-BUCKET_BYTES = 25 * 2**20
-"""Most bytes sent in one call, unless one matrix alone has more; DDP's default."""
-
-
-def packed_size(shape: Sequence[int]) -> int:
-    """How many numbers of a tensor of this shape are sent: triangles of `[groups, n, n]`, else all.
-
-    Example:
-        >>> packed_size((2, 3, 3)), packed_size((2, 3))
-        (12, 6)
-    """
-    if _is_symmetric(shape):
-        groups, features, _ = shape
-        return groups * (features * (features + 1) // 2)
-    return torch.Size(shape).numel()
+from proxprop.packing import BUCKET_BYTES, buckets, pack, packed_size, unpack
 
 
-def pack(S: Tensor, out: Tensor) -> None:
-    """Write the upper triangles of S `[groups, features, features]` into `out`; any other tensor as it is.
+def running() -> bool:
+    """Whether this process is one of several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def mesh_of(tensor: Tensor) -> Any:
+    """The device mesh of a DTensor; None for a plain tensor."""
+    return getattr(tensor, "device_mesh", None)
+
+
+class Ranks:
+    """The ranks that a model's batch is spread over, found as the model is used: it may be wrapped after `attach`.
 
     Args:
-        S: symmetric matrices, or a tensor that has no symmetry, such as a diagonal `[groups, features]`.
-        out: `[packed_size(S.shape)]`, overwritten.
-
-    Example:
-        >>> S = torch.tensor([[[1.0, 2.0, 3.0], [2.0, 4.0, 5.0], [3.0, 5.0, 6.0]]])
-        >>> out = torch.empty(packed_size(S.shape))
-        >>> pack(S, out)
-        >>> out
-        tensor([3., 5., 1., 2., 6., 4.])
+        model: the model, or what wraps it.
     """
-    if not _is_symmetric(S.shape):
-        out.copy_(S.reshape(-1))
-        return
-    p, q = _halves(S.shape[-1])
-    R, PQ = _rectangles(out, S.shape)
-    R.copy_(S[:, :p, p:])
-    PQ[:, p:] = 0
-    PQ[:, :p] = S[:, :p, :p].triu()
-    PQ[:, 1:, :q] += S[:, p:, p:].tril()
+
+    def __init__(self, model: nn.Module) -> None:
+        self.traffic = Traffic()
+        self._wrapper = next((m for m in model.modules() if _is_ddp(m)), None)
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def notice(self) -> None:
+        """Look, in a layer's forward, whether DDP is around it."""
+        if self._wrapper is None and dist.is_available():
+            self._wrapper = active_ddp()
+
+    def sums(self, parameter: Tensor) -> "Sums | None":
+        """What sums over the ranks that hold a share of this parameter's batch; None where there is but one."""
+        if not running():
+            return None
+        if (mesh := mesh_of(parameter)) is not None:
+            ranks = tuple(mesh.mesh.flatten().tolist())
+        elif self._wrapper is not None:
+            ranks = tuple(dist.get_process_group_ranks(self._wrapper.process_group))
+        else:
+            return None
+        return Sums(self._group(ranks), self.traffic) if len(ranks) > 1 else None
+
+    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """A group of our own, so that our calls and the wrapper's need no common order."""
+        if ranks not in self._groups:
+            made = dist.new_group(list(ranks), timeout=_timeout(), use_local_synchronization=True)
+            assert isinstance(made, dist.ProcessGroup)
+            self._groups[ranks] = made
+        return self._groups[ranks]
 
 
-def unpack(packed: Tensor, S: Tensor) -> None:
-    """Write what `pack` made of it back into S, both triangles.
-
-    Example:
-        >>> S = torch.empty(1, 2, 2)
-        >>> unpack(torch.tensor([2.0, 1.0, 3.0]), S)
-        >>> S
-        tensor([[[1., 2.],
-                 [2., 3.]]])
-    """
-    if not _is_symmetric(S.shape):
-        S.copy_(packed.view(S.shape))
-        return
-    p, q = _halves(S.shape[-1])
-    R, PQ = _rectangles(packed, S.shape)
-    S[:, :p, p:] = R
-    S[:, p:, :p] = R.mT
-    upper, lower = PQ[:, :p].triu(), PQ[:, 1:, :q].tril()
-    S[:, :p, :p] = upper + upper.triu(1).mT
-    S[:, p:, p:] = lower + lower.tril(-1).mT
-
-
-def _is_symmetric(shape: Sequence[int]) -> bool:
-    return len(shape) == 3 and shape[1] == shape[2]
-
-
-def _halves(features: int) -> tuple[int, int]:
-    return features - features // 2, features // 2
-
-
-def _rectangles(packed: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """R `[groups, p, q]` and P's upper triangle above Q's lower one `[groups, q + 1, p]`, as views."""
-    groups, (p, q) = shape[0], _halves(shape[-1])
-    first, second = packed.split([groups * p * q, groups * (q + 1) * p])
-    return first.view(groups, p, q), second.view(groups, q + 1, p)
-
-
-def buckets(tensors: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[list[int]]:
-    """Indices of neighbours that are sent together: of one type and device, and together under `limit` bytes.
-
-    It depends on shapes and types only, so that every rank comes to the same division.
-
-    Example:
-        >>> buckets([torch.zeros(10), torch.zeros(10), torch.zeros(10)], limit=100)
-        [[0, 1], [2]]
-    """
-    found: list[list[int]] = []
-    room = 0
-    for index, tensor in enumerate(tensors):
-        size = packed_size(tensor.shape) * tensor.element_size()
-        last = tensors[found[-1][-1]] if found else None
-        if last is None or size > room or (last.dtype, last.device) != (tensor.dtype, tensor.device):
-            found.append([])
-            room = limit
-        found[-1].append(index)
-        room -= size
+def _timeout() -> timedelta | None:
+    """The timeout that the user gave to init_process_group; a new group would fall back to torch's default."""
+    world = dist.group.WORLD
+    assert world is not None
+    options = world._get_backend(_device(world)).options
+    found: timedelta | None = getattr(options, "_timeout", None)
     return found
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    return group._device_types[0]
+
+
+def _is_ddp(module: object) -> bool:
+    return dist.is_available() and isinstance(module, nn.parallel.DistributedDataParallel)
+
+
+def active_ddp() -> Any:
+    """The DistributedDataParallel whose forward is running; None outside of one."""
+    return nn.parallel.DistributedDataParallel._get_active_ddp_module()
 
 
 @dataclass
@@ -138,15 +108,18 @@ class Sums:
 
     Args:
         group: the ranks to sum over.
+        traffic: where to count what is sent.
         limit: most bytes in one call.
     """
 
-    def __init__(self, group: dist.ProcessGroup, limit: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, traffic: Traffic | None = None, limit: int = BUCKET_BYTES
+    ) -> None:
         self.group, self.limit = group, limit
-        self.traffic = Traffic()
+        self.traffic = traffic or Traffic()
 
     def start(self, tensors: Iterable[Tensor]) -> "Pending":
-        """Start to sum; neither tensors nor sums may be touched until they were waited for."""
+        """Start to sum; the tensors may not be touched until they were waited for."""
         tensors = list(tensors)
         return Pending([self._send([tensors[i] for i in bucket]) for bucket in buckets(tensors, self.limit)])
 
@@ -155,7 +128,8 @@ class Sums:
         flat = tensors[0].new_empty(sum(sizes))
         for tensor, out in zip(tensors, flat.split(sizes), strict=True):
             pack(tensor, out)
-        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        with explained():
+            work = dist.all_reduce(flat, group=self.group, async_op=True)
         assert work is not None
         self.traffic.bytes += flat.numel() * flat.element_size()
         self.traffic.calls += 1
@@ -173,7 +147,8 @@ class Bucket:
 
     def wait(self) -> list[Tensor]:
         """The tensors, once they hold the sum over ranks."""
-        self.work.wait()
+        with explained():
+            self.work.wait()
         for tensor, packed in zip(self.tensors, self.flat.split(self.sizes), strict=True):
             unpack(packed, tensor)
         return self.tensors
@@ -189,3 +164,17 @@ class Pending:
         """The tensors in the order they were given, each once its sum is there; later ones are still on their way."""
         while self.buckets:
             yield from self.buckets.pop(0).wait()
+
+
+class explained:
+    """Says what a failing collective means."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError):
+            raise RuntimeError(
+                f"rank {dist.get_rank()} of {dist.get_world_size()}: S could not be summed over ranks. Likely causes: "
+                "another rank has died or left its training loop, or it took another number of steps; see that "
+                f"rank's output first. torch says: {error}"
+            ) from error

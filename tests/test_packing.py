@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from proxprop.distributed import buckets, pack, packed_size, unpack
+from proxprop.packing import buckets, pack, packed_size, unpack
 
 
 def packed(S: Tensor) -> Tensor:
