@@ -1,45 +1,17 @@
 """One system in deferred mode: the parameters it is about, and S as summed since their gradient was zeroed."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from proxprop.backward import Shapes
+from proxprop.backward import precision
+from proxprop.deferred.equation import Block, Equation
 from proxprop.nn.layer import Part, ProximalLayer
 from proxprop.solve import DIAGONAL
-from proxprop.transfer import Transfer
 
 
-@dataclass(frozen=True)
-class Block:
-    """Rows of a parameter."""
-
-    parameter: nn.Parameter
-    rows: slice
-
-    @property
-    def trained(self) -> bool:
-        """Whether the parameter is trained."""
-        return self.parameter.requires_grad
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the rows."""
-        rows = len(range(*self.rows.indices(self.parameter.shape[0])))
-        return torch.Size([rows, *self.parameter.shape[1:]])
-
-    @property
-    def gradient(self) -> Tensor | None:
-        """The gradient's rows, a view; None where there is none."""
-        gradient = self.parameter.grad
-        if gradient is None or gradient.is_sparse or self.rows == slice(None):
-            return gradient
-        return gradient[self.rows]
-
-
-class System:
+class System(Equation):
     """S and the number of samples of one part of a layer, summed by autograd as the gradients of two leaves.
 
     The leaves have a shape but no memory; what backward passes add to them is in their `.grad`, exactly where and
@@ -53,12 +25,8 @@ class System:
     """
 
     def __init__(self, name: str, layer: ProximalLayer, part: Part) -> None:
-        self.name, self.layer = name, layer
-        self.blocks = tuple(
-            Block(layer.get_parameter(block[0]), block[1]) if block is not None else None
-            for block in part.blocks
-        )
-        self.layout_of = part.layout
+        blocks = (b and Block(layer.get_parameter(b[0]), b[1]) for b in part.blocks)
+        super().__init__(name, layer, tuple(blocks), part.layout)
         self.when_summed: Callable[[System], None] | None = None
         """Is called in every backward pass as soon as this system's S holds all that the pass adds to it."""
         self._leaves: tuple[Tensor, ...] = ()
@@ -67,22 +35,10 @@ class System:
         self._summed = False
         self._versions: dict[nn.Parameter, int] = {}
         self._solved: dict[nn.Parameter, int] = {}
+        if self.parameters:
+            parameter = self.parameters[0]
+            self.leaves(parameter.device, precision(parameter))
         self._hooks = [p.register_hook(self._notice) for p in self.parameters if p.requires_grad]
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters that rows of are in this system."""
-        return [block.parameter for block in self.blocks if block is not None]
-
-    @property
-    def shapes(self) -> Shapes:
-        """The blocks' shapes, None for one that is not trained."""
-        return [block.shape if block is not None and block.trained else None for block in self.blocks]
-
-    @property
-    def layout(self) -> Transfer:
-        """The system's sizes and how parameters lie in it."""
-        return self.layout_of(self.shapes)
 
     @property
     def S(self) -> Tensor | None:
