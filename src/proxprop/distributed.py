@@ -6,7 +6,7 @@ D is the direction of one process with the concatenated batch.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -29,41 +29,38 @@ def mesh_of(tensor: Tensor) -> Any:
 
 
 class Ranks:
-    """The ranks that a model's batch is spread over, found as the model is used: it may be wrapped after `attach`.
+    """The ranks that a model's batch is spread over, by DDP or by the mesh of FSDP2.
 
-    Args:
-        model: the model, or what wraps it.
+    Attributes:
+        wrapper: the DistributedDataParallel around the model; None where there is none or it was not met yet.
+        traffic: what was sent.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.traffic = Traffic()
-        self._wrapper = next((m for m in model.modules() if _is_ddp(m)), None)
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-    def notice(self) -> None:
-        """Look, in a layer's forward, whether DDP is around it."""
-        if self._wrapper is None and dist.is_available():
-            self._wrapper = active_ddp()
+        self.wrapper: Any = next((m for m in model.modules() if _is_ddp(m)), None)
+        self._sums: dict[Any, Sums | None] = {}
 
     def sums(self, parameter: Tensor) -> "Sums | None":
         """What sums over the ranks that hold a share of this parameter's batch; None where there is but one."""
-        if not running():
+        mesh = mesh_of(parameter)
+        around = self.wrapper if mesh is None else mesh
+        if around is None or not running():
             return None
-        if (mesh := mesh_of(parameter)) is not None:
-            ranks = tuple(mesh.mesh.flatten().tolist())
-        elif self._wrapper is not None:
-            ranks = tuple(dist.get_process_group_ranks(self._wrapper.process_group))
-        else:
-            return None
-        return Sums(self._group(ranks), self.traffic) if len(ranks) > 1 else None
+        if around not in self._sums:
+            process_group = None if mesh is not None else around.process_group
+            self._sums[around] = self._sums_over(
+                mesh.mesh.flatten().tolist() if mesh is not None else dist.get_process_group_ranks(process_group)
+            )
+        return self._sums[around]
 
-    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """A group of our own, so that our calls and the wrapper's need no common order."""
-        if ranks not in self._groups:
-            made = dist.new_group(list(ranks), timeout=_timeout(), use_local_synchronization=True)
-            assert isinstance(made, dist.ProcessGroup)
-            self._groups[ranks] = made
-        return self._groups[ranks]
+    def _sums_over(self, ranks: list[int]) -> "Sums | None":
+        """Sums over a group of our own, so that our calls and the wrapper's need no common order."""
+        if len(ranks) == 1:
+            return None
+        group = dist.new_group(ranks, timeout=_timeout(), use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return Sums(group, self.traffic)
 
 
 def _timeout() -> timedelta | None:
@@ -121,9 +118,16 @@ class Sums:
     def start(self, tensors: Iterable[Tensor]) -> "Pending":
         """Start to sum; the tensors may not be touched until they were waited for."""
         tensors = list(tensors)
-        return Pending([self._send([tensors[i] for i in bucket]) for bucket in buckets(tensors, self.limit)])
+        return Pending([self.send([tensors[i] for i in bucket]) for bucket in buckets(tensors, self.limit)])
 
-    def _send(self, tensors: list[Tensor]) -> "Bucket":
+    def largest(self, flags: Tensor) -> Tensor:
+        """The largest of every entry over ranks, in place."""
+        with explained():
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+        return flags
+
+    def send(self, tensors: Sequence[Tensor]) -> "Bucket":
+        """Start to sum tensors of one type on one device, in one call."""
         sizes = [packed_size(tensor.shape) for tensor in tensors]
         flat = tensors[0].new_empty(sum(sizes))
         for tensor, out in zip(tensors, flat.split(sizes), strict=True):
@@ -140,12 +144,12 @@ class Sums:
 class Bucket:
     """Tensors whose sum is on its way."""
 
-    tensors: list[Tensor]
+    tensors: Sequence[Tensor]
     sizes: list[int]
     flat: Tensor
     work: dist.Work
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> Sequence[Tensor]:
         """The tensors, once they hold the sum over ranks."""
         with explained():
             self.work.wait()

@@ -1,6 +1,6 @@
 """Attach a model's converted layers to its optimizer: solve when the optimizer steps."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from proxprop.convert import check_module
+from proxprop.deferred.reduction import Reduction
 from proxprop.deferred.step import direct
 from proxprop.deferred.system import System
 from proxprop.nn import ProximalLayer
@@ -21,6 +22,7 @@ class Attachment:
 
     def leaves(self, part: str, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The leaves of one of the layer's systems."""
+        self.deferred.reduction.notice()
         return self.systems[part].leaves(device, dtype)
 
     def explicit(self) -> bool:
@@ -34,7 +36,9 @@ class Attachment:
 class Deferred:
     """Converted layers whose steps are solved when their optimizer steps; what `attach` returns."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], layers: dict[str, ProximalLayer]) -> None:
+    def __init__(
+        self, optimizers: Sequence[Optimizer], model: nn.Module, layers: dict[str, ProximalLayer]
+    ) -> None:
         self.optimizers, self.layers = list(optimizers), layers
         self.systems: list[System] = []
         for name, layer in layers.items():
@@ -44,6 +48,7 @@ class Deferred:
             }
             layer._attached = Attachment(self, parts)
             self.systems += parts.values()
+        self.reduction = Reduction(model, self.systems)
         self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
 
     @torch.no_grad()
@@ -55,15 +60,9 @@ class Deferred:
         """
         chosen = None if parameters is None else set(parameters)
         systems = [s for s in self.systems if chosen is None or not chosen.isdisjoint(s.parameters)]
-        for system, S, samples in self._summed(systems):
+        for system, S, samples in self.reduction.summed(systems):
             direct(system, S, samples)
             system.note_solved()
-
-    def _summed(self, systems: Sequence[System]) -> Iterator[tuple[System, Tensor, Tensor | None]]:
-        """Each system with its S and number of samples, summed over all ranks."""
-        for system in systems:
-            if system.S is not None:
-                yield system, *system.take()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Solve before the optimizer steps; where it is given a closure, after each call of it."""
@@ -89,6 +88,7 @@ class Deferred:
         """Go back to immediate mode: layers solve inside backward again, and the optimizer steps as before."""
         for hook in self._hooks:
             hook.remove()
+        self.reduction.release()
         for system in self.systems:
             system.release()
         for layer in self.layers.values():
@@ -100,7 +100,7 @@ def attach(optimizer: Optimizer | Sequence[Optimizer], model: nn.Module) -> Defe
     check_module(model, "attach")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, ProximalLayer)}
-    return Deferred(optimizers, layers)
+    return Deferred(optimizers, model, layers)
 
 
 def detach(attached: nn.Module | Optimizer) -> None:

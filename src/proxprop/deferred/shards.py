@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from proxprop.backward import Shapes
-from proxprop.deferred.system import Block, System
+from proxprop.deferred.equation import Block, Equation
 from proxprop.distributed import mesh_of
 from proxprop.solve import DIAGONAL
 from proxprop.transfer import Transfer
@@ -44,19 +44,19 @@ class Share:
     put_back: Callable[[], None] = field(default=lambda: None)
 
 
-def share(system: System) -> Share:
+def share(equation: Equation) -> Share:
     """The outputs of a system that this rank solves: all of them, unless its parameters are spread over ranks."""
-    blocks = [block if block is not None and block.trained else None for block in system.blocks]
+    blocks = [block if block is not None and block.trained else None for block in equation.blocks]
     present = [block for block in blocks if block is not None]
     if not any(mesh_of(block.parameter) is not None for block in present):
-        return Share(blocks, system.layout)
+        return Share(blocks, equation.layout)
     own = [_own(block) for block in blocks]
     shapes: Shapes = [piece.shape if piece is not None else None for piece in own]
-    if DIAGONAL in system.layout.spaces:
-        return Share(own, system.layout, _entries(present[0]))
-    if _by_outputs(system, blocks, shapes):
-        return Share(own, system.layout_of(shapes))
-    return _gathered(system, blocks)
+    if DIAGONAL in equation.layout.spaces:
+        return Share(own, equation.layout, _entries(present[0]))
+    if _by_outputs(equation, blocks, shapes):
+        return Share(own, equation.layout_of(shapes))
+    return _gathered(equation, blocks)
 
 
 def _own(block: Block | None) -> Piece | None:
@@ -68,20 +68,20 @@ def _own(block: Block | None) -> Piece | None:
     return Piece(_local(gradient) if gradient is not None else None, shape)
 
 
-def _by_outputs(system: System, blocks: Sequence[Block | None], shapes: Shapes) -> bool:
+def _by_outputs(equation: Equation, blocks: Sequence[Block | None], shapes: Shapes) -> bool:
     """Whether this rank's shards are whole outputs, each with all of its features, that can be solved alone."""
-    if not getattr(system.layer._settings.solver, "per_output", True):
+    if not getattr(equation.layer._settings.solver, "per_output", True):
         return False
     if any(b is not None and b.shape != b.parameter.shape for b in blocks):
         return False  # a slice of a parameter, whose shards do not follow the slice
     if not all(b is None or _sharded_dimension(b.parameter) == 0 for b in blocks):
         return False
-    whole, own = system.layout.sizes, system.layout_of(shapes).sizes
+    whole, own = equation.layout.sizes, equation.layout_of(shapes).sizes
     rows = next(shape[0] for shape in shapes if shape is not None)
     return (own.groups, own.features, own.outputs) == (whole.groups, whole.features, rows)
 
 
-def _gathered(system: System, blocks: Sequence[Block | None]) -> Share:
+def _gathered(equation: Equation, blocks: Sequence[Block | None]) -> Share:
     """The whole system, to be cut again when it is solved."""
     whole = {
         b.parameter: _full(b.parameter.grad)
@@ -97,7 +97,7 @@ def _gathered(system: System, blocks: Sequence[Block | None]) -> Share:
         for parameter, direction in whole.items():
             _local(parameter.grad).copy_(_shard_of(direction, parameter))
 
-    return Share(pieces, system.layout, put_back=put_back)
+    return Share(pieces, equation.layout, put_back=put_back)
 
 
 def _sharded_dimension(parameter: Any) -> int | None:

@@ -86,6 +86,17 @@ class System(Equation):
         self.forget()
         return S, samples
 
+    @property
+    def current(self) -> tuple[Tensor, ...]:
+        """The leaves of the last call, which have shape, precision and device of what is summed."""
+        return self._leaves
+
+    def shares(self) -> list[Tensor]:
+        """What was summed on this rank, zeros in place of nothing; forgotten here."""
+        found = [leaf.grad if leaf.grad is not None else leaf.new_zeros(leaf.shape) for leaf in self._leaves]
+        self.forget()
+        return found
+
     def note_solved(self) -> None:
         """Remember that the gradients hold the direction now."""
         self._solved = self._current_versions()
