@@ -6,7 +6,7 @@ After `loss.backward()` every converted layer's `.grad` holds the proximal direc
 
 from proxprop import diagnostics, nn
 from proxprop.convert import convert, revert
-from proxprop.deferred import attach, detach, solve
+from proxprop.deferred import Running, attach, detach, solve
 from proxprop.nn import register
 from proxprop.settings import Settings
 from proxprop.solve import CG, Exact
@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CG",
     "Exact",
+    "Running",
     "Settings",
     "attach",
     "convert",

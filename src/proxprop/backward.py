@@ -1,6 +1,7 @@
 """The one autograd.Function: the layer's own forward, a solved backward."""
 
 import warnings
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from torch.autograd import forward_ad
 
 from proxprop.settings import Settings
 from proxprop.solve import DIAGONAL, FEATURE, SAMPLE, Plan, plan
-from proxprop.transfer import Parameters, Transfer
+from proxprop.transfer import Affine, Parameters, Transfer
 
 Shapes = Sequence[torch.Size | None]
 
@@ -112,6 +113,8 @@ class Call:
     inputs: int
     sums: int = 0
     """How many of S and the number of samples backward adds to leaves, in deferred mode; none in immediate mode."""
+    sampling: "Sampling | None" = None
+    """Which rows S is estimated from, in deferred mode; None for all."""
 
     def transfer(self, saved: Sequence[Tensor], output: Tensor, shapes: Shapes) -> tuple[Transfer, Tensor]:
         """The transfer of this call and `output` (or its gradient), in the precision to solve in."""
@@ -165,12 +168,33 @@ def solve(transfer: Transfer, G: Tensor, settings: Settings) -> Direction:
     return Direction(transfer.from_features(_times(V, factor)), chosen, failed)
 
 
-def summands(transfer: Transfer, G: Tensor) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Sampling:
+    """Draws rows without replacement, the same ones for the same seed, and leaves torch's random state alone.
+
+    Example:
+        >>> Sampling(3, ("0", 1)).draw(100, torch.device("cpu")).shape
+        torch.Size([3])
+    """
+
+    rows: int
+    seed: tuple[object, ...]
+
+    def draw(self, samples: int, device: torch.device) -> Tensor:
+        """Indices of rows."""
+        number = zlib.crc32(repr(self.seed).encode())
+        generator = torch.Generator(device).manual_seed(number)
+        return torch.randperm(samples, generator=generator, device=device)[: self.rows]
+
+
+def summands(transfer: Transfer, G: Tensor, sampling: Sampling | None = None) -> tuple[Tensor, Tensor]:
     """What a call adds to its layer's system: S, its diagonal where it is diagonal, and the number of samples."""
     groups, samples, features, _ = transfer.sizes
     count = G.new_full((), samples)
     if DIAGONAL in transfer.spaces:
         return transfer.diagonal(), count
+    if sampling is not None and isinstance(transfer, Affine) and samples > sampling.rows:
+        return transfer.sampled_gram(sampling.draw(samples, G.device)), count
     return transfer.gram() if samples else count.new_zeros(groups, features, features), count
 
 
@@ -217,7 +241,7 @@ class Proximal(torch.autograd.Function):
             transfer, precise = call.transfer(ctx.saved_tensors, G, shapes)
             found = transfer.gradient(precise) if call.sums else call.direction(transfer, precise)
             D = [d.to(p[1]) if d is not None else None for d, p in zip(found, ctx.parameters, strict=True)]
-            sums = summands(transfer, precise)[: call.sums] if call.sums else ()
+            sums = summands(transfer, precise, call.sampling)[: call.sums] if call.sums else ()
         return (G, None, *[None] * call.inputs, *D, *sums)
 
 

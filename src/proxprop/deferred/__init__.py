@@ -4,6 +4,8 @@
 step does not depend on how a batch was cut into micro-batches.
 """
 
-from proxprop.deferred.attach import Deferred, attach, detach, solve
+from proxprop.deferred.attach import attach, detach, solve
+from proxprop.deferred.handle import Deferred
+from proxprop.deferred.running import Running
 
-__all__ = ["Deferred", "attach", "detach", "solve"]
+__all__ = ["Deferred", "Running", "attach", "detach", "solve"]

@@ -1,14 +1,15 @@
 """An equation `(λI + S) D = B` about rows of parameters; and one equation made of several that share a weight."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from proxprop.backward import Shapes
-from proxprop.nn.layer import ProximalLayer
+from proxprop.nn.layer import Part, ProximalLayer
 from proxprop.solve import DIAGONAL, FEATURE, Sizes
 from proxprop.transfer import Parameters, Transfer
 
@@ -72,6 +73,12 @@ class Equation:
     blocks: tuple[Block | None, ...]
     layout_of: Callable[[Shapes], Transfer]
 
+    @classmethod
+    def of(cls, name: str, layer: ProximalLayer, part: Part) -> "Equation":
+        """The equation of one of a layer's parts."""
+        blocks = (b and Block(layer.get_parameter(b[0]), b[1]) for b in part.blocks)
+        return Equation(name, layer, tuple(blocks), part.layout)
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that rows of are in this equation."""
@@ -92,9 +99,22 @@ class Equation:
         """The equation's sizes and how parameters lie in it."""
         return self.layout_of(self.shapes)
 
-    def meets(self, other: "Equation") -> bool:
-        """Whether the two are about a row in common."""
-        return any(mine.meets(theirs) for mine in self.trained for theirs in other.trained)
+    def meets(self, other: "Equation", trained: bool = False) -> bool:
+        """Whether the two are about a row in common, or about one that is trained."""
+        mine, theirs = (e.trained if trained else [b for b in e.blocks if b] for e in (self, other))
+        return any(block.meets(another) for block in mine for another in theirs)
+
+
+AnyEquation = TypeVar("AnyEquation", bound=Equation)
+
+
+def components(equations: Iterable[AnyEquation], trained: bool = False) -> list[list[AnyEquation]]:
+    """Equations in as many lists as possible such that those in different lists have no row in common."""
+    found: list[list[AnyEquation]] = []
+    for equation in equations:
+        met = [part for part in found if any(equation.meets(other, trained) for other in part)]
+        found = [part for part in found if part not in met] + [[e for part in met for e in part] + [equation]]
+    return found
 
 
 class Term(NamedTuple):
@@ -149,17 +169,21 @@ def join(terms: Sequence[Term]) -> Iterator[Term]:
     a weight a feature each for their biases.
 
     Args:
-        terms: all about one weight, with the same layout.
+        terms: of layers that `why_not_joint` has nothing against.
     """
-    if len(terms) == 1:
-        yield terms[0]
-        return
+    by_equation = {term.equation: term for term in terms}
+    for equations in components(by_equation, trained=True):
+        sharing = [by_equation[equation] for equation in equations]
+        yield from sharing if len(sharing) == 1 else _added(sharing)
+
+
+def _added(terms: Sequence[Term]) -> Iterator[Term]:
     if terms[0].S.dim() == 2:  # tables, whose S is diagonal
         yield Term(terms[0].equation, torch.stack([t.S for t in terms]).sum(0), _total(terms))
         return
     bounds = [_weight(term.equation).bounds for term in terms]
     cuts = sorted({edge for pair in bounds for edge in pair})
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         covering = [
             term
             for term, (first, behind) in zip(terms, bounds, strict=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from proxprop.backward import precision
-from proxprop.deferred.equation import Block, Equation
+from proxprop.deferred.equation import Equation
 from proxprop.nn.layer import Part, ProximalLayer
 from proxprop.solve import DIAGONAL
 
@@ -22,17 +22,19 @@ class System(Equation):
         name: how messages call it.
         layer: whose settings apply.
         part: the parameters' blocks and their layout.
+        counted: whether the number of samples is needed whatever the settings.
     """
 
-    def __init__(self, name: str, layer: ProximalLayer, part: Part) -> None:
-        blocks = (b and Block(layer.get_parameter(b[0]), b[1]) for b in part.blocks)
-        super().__init__(name, layer, tuple(blocks), part.layout)
+    def __init__(self, name: str, layer: ProximalLayer, part: Part, counted: bool = False) -> None:
+        super().__init__(name, layer, Equation.of(name, layer, part).blocks, part.layout)
+        self.counted, self.usual = counted, part.usual
         self.when_summed: Callable[[System], None] | None = None
         """Is called in every backward pass as soon as this system's S holds all that the pass adds to it."""
         self._leaves: tuple[Tensor, ...] = ()
         self._key: tuple[object, ...] = ()
         self._task = -1
         self._summed = False
+        self._calls = 0
         self._versions: dict[nn.Parameter, int] = {}
         self._solved: dict[nn.Parameter, int] = {}
         if self.parameters:
@@ -53,7 +55,12 @@ class System(Equation):
     @property
     def counts(self) -> bool:
         """Whether the number of samples is needed."""
-        return self.layer._settings.scaling == "gradient"
+        return self.counted or self.layer._settings.scaling == "gradient"
+
+    def count_call(self) -> int:
+        """The number of this call since the last solve."""
+        self._calls += 1
+        return self._calls
 
     def leaves(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The leaves for S and the number of samples, or for S alone."""
@@ -99,7 +106,7 @@ class System(Equation):
 
     def note_solved(self) -> None:
         """Remember that the gradients hold the direction now."""
-        self._solved = self._current_versions()
+        self._solved, self._calls = self._current_versions(), 0
 
     def release(self) -> None:
         """Take the hooks off the parameters."""

@@ -107,7 +107,8 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
             start = "qkv".index(part) * width
             rows = slice(start, start + len(part) * width)
             weight = ("in_proj_weight", rows) if self._qkv_same_embed_dim else (f"{part}_proj_weight", whole)
-            parts[part] = Part((weight, ("in_proj_bias", rows) if bias else None), linear_layout)
+            usual = part == "qkv" or not self._qkv_same_embed_dim
+            parts[part] = Part((weight, ("in_proj_bias", rows) if bias else None), linear_layout, usual)
         return parts
 
     def _heads(self, x: Tensor, batched: bool) -> Tensor:

@@ -12,6 +12,7 @@ from proxprop.backward import (
     Call,
     Failures,
     Observer,
+    Sampling,
     Shapes,
     attach_direction,
     precision,
@@ -34,10 +35,12 @@ class Part(NamedTuple):
             one that the layer does not have.
         layout: makes a transfer without samples from the shapes of the parameters' blocks; it knows the system's
             sizes and how parameters lie in it. The shapes may also be those of a share of the outputs.
+        usual: whether calls are expected to set it up, rather than another one about the same rows.
     """
 
     blocks: tuple[tuple[str, slice] | None, ...]
     layout: Callable[[Shapes], Transfer]
+    usual: bool = True
 
 
 class Attachment(Protocol):
@@ -45,6 +48,9 @@ class Attachment(Protocol):
 
     def leaves(self, part: str, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The leaves that S of one of the layer's systems is summed in, and the number of samples."""
+
+    def sampling(self, part: str) -> Sampling | None:
+        """Which rows S of a call is estimated from; None for all."""
 
     def explicit(self) -> bool:
         """Whether the layer keeps BackProp's gradient."""
@@ -128,7 +134,7 @@ class ProximalLayer(nn.Module):
         self._observer = self._planned = self._attached = None
 
     def _parts(self) -> dict[str, Part]:
-        """The systems that calls of this layer can set up, by the name they give to `_attach`; none without a Gram matrix."""
+        """The systems that calls can set up, by the name they give to `_attach`; none without a Gram matrix."""
         return {}
 
     def _part(self, layout: Callable[[Shapes], Transfer], *names: str) -> dict[str, Part]:
@@ -185,9 +191,11 @@ class ProximalLayer(nn.Module):
         _check_dense(self._failures.layer, inputs)
         check_real(self, self._failures.layer)
         sums: tuple[Tensor, ...] = ()
+        sampling = None
         if self._attached is not None:
             sums = self._attached.leaves(part, output.device, precision(output, *inputs))
-        call = Call(build, self._settings, self._failures, self._observer, len(inputs), len(sums))
+            sampling = self._attached.sampling(part)
+        call = Call(build, self._settings, self._failures, self._observer, len(inputs), len(sums), sampling)
         if self._planned is not None:
             self._planned(owner or self, call.plan(inputs, output, parameters))
         return attach_direction(output, call, inputs, parameters, sums)
