@@ -5,11 +5,13 @@ over the rank's samples and as many samples on every rank, B is the gradient of 
 D is the direction of one process with the concatenated batch.
 """
 
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -50,7 +52,9 @@ class Ranks:
         if around not in self._sums:
             process_group = None if mesh is not None else around.process_group
             self._sums[around] = self._sums_over(
-                mesh.mesh.flatten().tolist() if mesh is not None else dist.get_process_group_ranks(process_group)
+                mesh.mesh.flatten().tolist()
+                if mesh is not None
+                else dist.get_process_group_ranks(process_group)
             )
         return self._sums[around]
 
@@ -83,6 +87,48 @@ def _is_ddp(module: object) -> bool:
 def active_ddp() -> Any:
     """The DistributedDataParallel whose forward is running; None outside of one."""
     return nn.parallel.DistributedDataParallel._get_active_ddp_module()
+
+
+_told: set[str] = set()
+_seen: WeakSet[nn.Module] = WeakSet()
+
+
+def check_layer(layer: nn.Module, name: str, attached: bool) -> None:
+    """Look at a layer in its forward, on one of several ranks.
+
+    Warns once if its model is data-parallel and it solves inside backward.
+
+    Raises:
+        TypeError: the layer's parameters are spread over ranks while it computes.
+    """
+    for key, parameter in layer.named_parameters(recurse=False):
+        if mesh_of(parameter) is not None:
+            raise TypeError(
+                f"{name}: {key} is a DTensor in the layer's forward (tensor parallel), which proxprop does not solve "
+                "for: where ranks hold different features, S has blocks that no rank can form alone. Leave the layer "
+                "out with exclude=[...], or use fully_shard or DistributedDataParallel for it"
+            )
+    if not attached and (around := _data_parallel(layer)) and around not in _told:
+        _told.add(around)
+        warnings.warn(
+            f"{name}: under {around} each rank solves for its own share of the batch, and the average of their "
+            "solutions is not the direction of the whole batch. proxprop.attach(optimizer, model) solves for the "
+            "whole batch, whatever the number of ranks",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _data_parallel(layer: nn.Module) -> str:
+    """The name of what spreads the layer's batch over ranks; empty where nothing does."""
+    if active_ddp() is not None:
+        return "DistributedDataParallel"
+    if layer in _seen:
+        return ""
+    _seen.add(layer)
+    states = sys.modules.get("torch.distributed._composable_state")
+    roots = list(states._module_state_mapping) if states is not None else []
+    return "fully_shard" if any(layer is module for root in roots for module in root.modules()) else ""
 
 
 @dataclass

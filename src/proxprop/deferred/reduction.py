@@ -80,6 +80,12 @@ class Reduction:
             self.ranks.wrapper = wrapper
             self._watch()
 
+    def shadow(self) -> None:
+        """Take part in a round of other ranks with nothing to add; sums under `no_sync` are lost, as in DDP."""
+        for system in self.systems:
+            system.forget()
+        self._begin(synchronised=True)
+
     def release(self) -> None:
         """Take the hook off the wrapper."""
         if self._hook is not None:
@@ -89,9 +95,10 @@ class Reduction:
         """Those of the systems that anything was summed for, each as soon as its sum over ranks is there."""
         self._end_round()
         self._send_now([s for s in systems if s not in self._totals])
-        yield from (self._taken(s) for s in systems if s in self._totals)
+        chosen = set(systems)
         for arrived in self._arrivals():
-            yield from (self._taken(s) for s in arrived if s in systems)
+            yield from (self._taken(s) for s in arrived if s in chosen)
+        yield from (self._taken(s) for s in systems if s in self._totals)
         for system in systems:
             if system.S is not None and self.ranks.sums(system.parameters[0]) is None:
                 yield system, *system.take()

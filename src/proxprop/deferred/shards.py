@@ -84,12 +84,12 @@ def _by_outputs(equation: Equation, blocks: Sequence[Block | None], shapes: Shap
 def _gathered(equation: Equation, blocks: Sequence[Block | None]) -> Share:
     """The whole system, to be cut again when it is solved."""
     whole = {
-        b.parameter: _full(b.parameter.grad)
-        for b in blocks
-        if b is not None and b.parameter.grad is not None
+        b.parameter: _full(b.parameter.grad) for b in blocks if b is not None and b.parameter.grad is not None
     }
     pieces = [
-        Piece(whole[b.parameter][b.rows] if b.parameter in whole else None, b.shape) if b is not None else None
+        Piece(whole[b.parameter][b.rows] if b.parameter in whole else None, b.shape)
+        if b is not None
+        else None
         for b in blocks
     ]
 
