@@ -134,7 +134,7 @@ class Reduction:
                 self._parts.setdefault(system.layer, []).append(system)
 
     def _takes_part(self, system: System) -> bool:
-        return system in self._parts.get(system.layer, ())
+        return bool(system.current) and system in self._parts.get(system.layer, ())
 
     def _taken(self, system: System) -> tuple[System, Tensor, Tensor | None]:
         S, *samples = self._totals.pop(system)

@@ -51,10 +51,10 @@ def share(equation: Equation) -> Share:
     if not any(mesh_of(block.parameter) is not None for block in present):
         return Share(blocks, equation.layout)
     own = [_own(block) for block in blocks]
-    shapes: Shapes = [piece.shape if piece is not None else None for piece in own]
     if DIAGONAL in equation.layout.spaces:
         return Share(own, equation.layout, _entries(present[0]))
-    if _by_outputs(equation, blocks, shapes):
+    if _by_outputs(equation, blocks):
+        shapes: Shapes = [piece.shape if piece is not None else None for piece in own]
         return Share(own, equation.layout_of(shapes))
     return _gathered(equation, blocks)
 
@@ -68,17 +68,20 @@ def _own(block: Block | None) -> Piece | None:
     return Piece(_local(gradient) if gradient is not None else None, shape)
 
 
-def _by_outputs(equation: Equation, blocks: Sequence[Block | None], shapes: Shapes) -> bool:
-    """Whether this rank's shards are whole outputs, each with all of its features, that can be solved alone."""
+def _by_outputs(equation: Equation, blocks: Sequence[Block | None]) -> bool:
+    """Whether shards are whole outputs, each with all of its features, that can be solved alone.
+
+    Every rank must come to the same answer, so that it is about one row and not about the shard that a rank has.
+    """
     if not getattr(equation.layer._settings.solver, "per_output", True):
         return False
     if any(b is not None and b.shape != b.parameter.shape for b in blocks):
         return False  # a slice of a parameter, whose shards do not follow the slice
     if not all(b is None or _sharded_dimension(b.parameter) == 0 for b in blocks):
         return False
-    whole, own = equation.layout.sizes, equation.layout_of(shapes).sizes
-    rows = next(shape[0] for shape in shapes if shape is not None)
-    return (own.groups, own.features, own.outputs) == (whole.groups, whole.features, rows)
+    row: Shapes = [torch.Size([1, *b.shape[1:]]) if b is not None else None for b in blocks]
+    whole, single = equation.layout.sizes, equation.layout_of(row).sizes
+    return (whole.groups, single.groups, single.features, single.outputs) == (1, 1, whole.features, 1)
 
 
 def _gathered(equation: Equation, blocks: Sequence[Block | None]) -> Share:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from proxprop.backward import precision
 from proxprop.deferred.equation import Equation
+from proxprop.distributed import mesh_of
 from proxprop.nn.layer import Part, ProximalLayer
 from proxprop.solve import DIAGONAL
 
@@ -37,8 +38,8 @@ class System(Equation):
         self._calls = 0
         self._versions: dict[nn.Parameter, int] = {}
         self._solved: dict[nn.Parameter, int] = {}
-        if self.parameters:
-            parameter = self.parameters[0]
+        if self.trained:  # ahead of the first call, which may be a compiled one
+            parameter = self.trained[0].parameter
             self.leaves(parameter.device, precision(parameter))
         self._hooks = [p.register_hook(self._notice) for p in self.parameters if p.requires_grad]
 
@@ -128,6 +129,9 @@ class System(Equation):
 
     def _forget_if_zeroed(self) -> None:
         """Drop S if a gradient that belongs to it was set to None or to zero; the latter is decided on the device."""
+        if any(mesh_of(p) is not None for p in self.parameters):
+            self._forget_if_none()
+            return
         gradients = {p: p.grad for p in self._versions} or {p: p.grad for p in self.parameters}
         if all(g is None for g in gradients.values()) or any(gradients[p] is None for p in self._versions):
             self.forget()
@@ -138,6 +142,11 @@ class System(Equation):
             for leaf in self._leaves:
                 if leaf.grad is not None:
                     leaf.grad.masked_fill_(torch.as_tensor(flag, device=leaf.device), 0.0)
+
+    def _forget_if_none(self) -> None:
+        """For gradients that are spread over ranks: FSDP2 keeps them to itself until it averages them."""
+        if any(p.grad is None for p in self._versions):
+            self.forget()
 
     def _refuse_to_mix(self) -> None:
         """Raise if a gradient is surely still the direction of the last solve."""
