@@ -30,7 +30,7 @@ from proxprop.solve.exact import apply, factorize
 
 METHODS = ("backprop", "immediate", "deferred", "running-1", "running-10")
 DEFAULT = ("mlp-500", "resnet18-128", "gpt2-block-8x1024")
-SIZES = (256, 512, 1024, 2048, 4096, 8192)
+SIZES = (256, 512, 1024, 2048, 4096, 8192, 11008)
 STEPS = 10
 
 
