@@ -83,7 +83,7 @@ def check_shared(model: nn.Module, choices: dict[str, Choice]) -> None:
     equations = [
         Equation.of(name, layer, part) for name, layer in deferred.items() for part in layer._parts().values()
     ]
-    for cluster in components(equations):
+    for cluster in components(equations, trained=True):
         for other in cluster[1:]:
             if reason := why_not_joint(cluster[0], other):
                 raise ValueError(

@@ -14,7 +14,7 @@ from proxprop.solve import DIAGONAL, FEATURE, Sizes
 from proxprop.transfer import Parameters, Transfer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Block:
     """Rows of a parameter."""
 
@@ -211,8 +211,8 @@ def _joint(terms: Sequence[Term], start: int, stop: int) -> Term:
     places = []
     for term in terms:
         own = [_cut(block, _weight(term.equation), start, stop) for block in term.equation.trained[1:]]
-        biases += [bias for bias in own if bias not in biases]
-        places.append([biases.index(bias) for bias in own])
+        biases += [bias for bias in own if not any(bias.meets(other) for other in biases)]
+        places.append([i for bias in own for i, other in enumerate(biases) if bias.meets(other)])
     groups, features = terms[0].S.shape[0], terms[0].S.shape[-1] - len(places[0])
     size = features + len(biases)
     S = terms[0].S.new_zeros(groups, size, size)
@@ -240,7 +240,7 @@ def why_not_joint(one: Equation, other: Equation) -> str:
     mine, theirs = one.layout, other.layout
     same = type(mine) is type(theirs) and mine.sizes.groups == theirs.sizes.groups
     same = same and getattr(mine, "transposed", None) == getattr(theirs, "transposed", None)
-    if not same or not _weight(one).meets(_weight(other)):
+    if not same or _weight(one).parameter is not _weight(other).parameter:
         return "their parameters lie differently in the two systems"
     if len(one.blocks) == 1 and DIAGONAL not in mine.spaces:
         return "their systems are not about a weight and a bias"

@@ -10,11 +10,15 @@ from torch.optim import Optimizer
 from proxprop.backward import Sampling
 from proxprop.deferred.choice import Choice
 from proxprop.deferred.equation import Term, components, join
+from proxprop.deferred.joining import Joins
 from proxprop.deferred.operator import SolveOnce, absolute_form
 from proxprop.deferred.reduction import Reduction
 from proxprop.deferred.running import Averages, Cluster, Running
+from proxprop.deferred.state import load_state_dict, state_dict
 from proxprop.deferred.step import direct
 from proxprop.deferred.system import System
+from proxprop.deferred.watch import Watch
+from proxprop.distributed import Traffic
 from proxprop.nn import ProximalLayer
 
 
@@ -27,6 +31,7 @@ class Attachment:
     def leaves(self, part: str, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The leaves of one of the layer's systems."""
         self.deferred.reduction.notice()
+        self.deferred.refuse_uneven_inputs()
         return self.systems[part].leaves(device, dtype)
 
     def sampling(self, part: str) -> Sampling | None:
@@ -41,7 +46,7 @@ class Attachment:
         return type(None), ()
 
 
-class Deferred:
+class Deferred(Joins):
     """Converted layers whose steps are solved when their optimizer steps. Made by `proxprop.attach`.
 
     Attributes:
@@ -58,6 +63,7 @@ class Deferred:
         choices: Mapping[str, Choice],
         running: Running | None,
     ) -> None:
+        super().__init__()
         self.model, self.optimizers, self.choices = model, list(optimizers), dict(choices)
         self.averages = Averages(running) if running is not None else None
         self.systems: list[System] = []
@@ -65,6 +71,7 @@ class Deferred:
             if choice.mode != "immediate":
                 choice.layer._attached = Attachment(self, self._systems(name, choice))
         self.clusters = [Cluster(systems) for systems in components(self.systems)]
+        self._watches = {cluster: Watch(cluster.systems) for cluster in self.clusters}
         self._cluster_of = {system: cluster for cluster in self.clusters for system in cluster.systems}
         self.reduction = Reduction(model, self.systems)
         self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
@@ -111,8 +118,7 @@ class Deferred:
             for equation, S, samples in join(terms):
                 settings = equation.layer._settings
                 direct(equation, SolveOnce(absolute_form(S, samples, settings), settings.solver))
-        for system in cluster.systems:
-            system.note_solved()
+        self._watches[cluster].note_solved()
 
     def sampling(self, system: System) -> Sampling | None:
         """Which rows S of the next call is estimated from; None for all."""
@@ -151,11 +157,42 @@ class Deferred:
         for hook in self._hooks:
             hook.remove()
         self.reduction.release()
-        for system in self.systems:
-            system.release()
+        for watch in self._watches.values():
+            watch.release()
         for choice in self.choices.values():
             choice.layer._attached = None
         self._hooks, self.systems, self.clusters = [], [], []
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The running averages as a dict of tensors, to be saved beside the model's and the optimizer's state.
+
+        Empty without `running`. S is the same on every rank, so that it loads on any number of them; a fresh handle
+        gives zeros of the same shapes, which `torch.distributed.checkpoint.load` fills in place.
+        """
+        return state_dict(self.averages, self.clusters) if self.averages is not None else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state_dict` gave; training goes on exactly where it stopped.
+
+        Raises:
+            ValueError: the state is of another model, or there are no running averages here.
+        """
+        if self.averages is not None:
+            load_state_dict(self.averages, self.clusters, state)
+        elif state:
+            raise ValueError(
+                "this handle keeps no running averages: attach with running=proxprop.Running(...)"
+            )
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of S that this rank has handed to all-reduce so far."""
+        return self.reduction.ranks.traffic.bytes
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent to sum S over ranks."""
+        return self.reduction.ranks.traffic
 
     @property
     def bytes(self) -> int:

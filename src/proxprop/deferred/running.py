@@ -84,7 +84,7 @@ class Average:
         self.samples.mul_(kept).add_(samples.masked_fill(broken, 0.0))
 
 
-@dataclass
+@dataclass(eq=False)
 class Cluster:
     """Systems that share parameters, mostly one alone, and what turns their gradients into directions.
 
@@ -153,10 +153,13 @@ class Averages:
         assert samples is not None
         return absolute_form(C.mul_(samples), samples, term.equation.layer._settings)
 
-    def restored(self, term: Term, kept: Tensor) -> Operator:
-        """The operator that holds a matrix which was saved."""
-        settings = term.equation.layer._settings
-        if isinstance(settings.solver, Exact) and kept.dim() == 3:
-            return Inverse(kept)
-        form = self._form(term, term.samples)
-        return Solve(Form(kept, form.damping, form.factor), settings.solver)
+    def empty_operators(self, cluster: Cluster) -> list[tuple[Equation, Operator]]:
+        """Operators that hold zeros, for what was saved to be copied into."""
+        return [(term.equation, self._empty(term)) for term in self._joined(cluster)]
+
+    def _empty(self, term: Term) -> Operator:
+        solver, form = term.equation.layer._settings.solver, self._form(term, term.samples)
+        zeros = torch.zeros_like(form.M)
+        if isinstance(solver, Exact) and zeros.dim() == 3:
+            return Inverse(zeros)
+        return Solve(Form(zeros, form.damping, form.factor), solver)

@@ -56,6 +56,8 @@ def _rescale(blocks: Sequence[Block | Piece | None], scale: Tensor) -> None:
         coalesced = gradient.coalesce()
         index, values = coalesced.indices(), coalesced.values()
         values = (values * scale[index[0]][:, None]).to(values.dtype)
-        block.parameter.grad = torch.sparse_coo_tensor(index, values, gradient.shape, is_coalesced=True)
+        block.parameter.grad = torch.sparse_coo_tensor(
+            index, values, gradient.shape, is_coalesced=True, check_invariants=False
+        )
         return
     gradient.mul_(scale[:, None].to(gradient.device))

@@ -24,9 +24,9 @@ def linear_transfer(
 def linear_layout(shapes: Shapes, transposed: bool = False) -> LinearTransfer:
     """The transfer of a linear layer without samples."""
     weight, bias = shapes
-    inputs, outputs = (
-        (0, bias[0] if bias else 0) if weight is None else (weight if transposed else weight[::-1])
-    )
+    inputs, outputs = 1, bias[0] if bias else 0
+    if weight is not None:
+        inputs, outputs = weight if transposed else weight[::-1]
     meta = torch.empty(0, device="meta")
     return linear_transfer((meta.view(0, inputs),), meta.view(0, outputs), shapes, transposed)
 
@@ -86,7 +86,7 @@ def _bilinear_transfer(inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -
 
 def _bilinear_layout(shapes: Shapes) -> BilinearTransfer:
     weight, bias = shapes
-    outputs, left, right = (bias[0] if bias else 0, 0, 0) if weight is None else weight
+    outputs, left, right = (bias[0] if bias else 0, 1, 1) if weight is None else weight
     meta = torch.empty(0, device="meta")
     return _bilinear_transfer((meta.view(0, left), meta.view(0, right)), meta.view(0, outputs), shapes)
 
