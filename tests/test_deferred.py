@@ -54,6 +54,7 @@ def row(kind: str):
     return works(f"nn.{kind}", section="Layers", mode="deferred")
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=row(type(c.make()).__name__), id=c.name) for c in LAYERS]
 )

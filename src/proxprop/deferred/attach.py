@@ -10,6 +10,7 @@ from proxprop.convert import check_module
 from proxprop.deferred.choice import (
     LIMIT,
     OTHERWISE,
+    Choice,
     Otherwise,
     check_shared,
     choose,
@@ -70,13 +71,13 @@ def attach(
     layers = {name: module for name, module in model.named_modules() if isinstance(module, ProximalLayer)}
     if not layers:
         raise ValueError("the model has no proximal layer to attach: call proxprop.convert(model) first")
-    _refuse_twice(optimizers, layers)
     held = {parameter for each in optimizers for group in each.param_groups for parameter in group["params"]}
     choices = {
         public_name(name, layer): choose(name, layer, limit, otherwise)
         for name, layer in layers.items()
         if in_optimizers(layer, held)
     }
+    _refuse_twice(choices)
     if not choices:
         raise ValueError(
             "the optimizer holds no parameter of the model's proximal layers: make the optimizer from "
@@ -162,11 +163,11 @@ def _check(
     return list(given)
 
 
-def _refuse_twice(optimizers: Sequence[Optimizer], layers: dict[str, ProximalLayer]) -> None:
-    taken = [name for name, layer in layers.items() if layer._attached is not None]
+def _refuse_twice(choices: dict[str, Choice]) -> None:
+    taken = [name for name, choice in choices.items() if choice.layer._attached is not None]
     if taken:
         raise ValueError(
-            f"{taken[0] or 'the model'} is attached already: call proxprop.detach(model) first, or pass all "
+            f"{taken[0]} is attached already: call proxprop.detach(model) first, or pass all "
             "optimizers at once, proxprop.attach([first, second], model)"
         )
 

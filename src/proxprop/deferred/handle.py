@@ -128,16 +128,19 @@ class Deferred(Joins):
         return Sampling(rows, (system.name, self._cluster_of[system].steps, system.count_call()))
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Solve before the optimizer steps; where it is given a closure, after each call of it."""
+        """Solve before the optimizer steps; where it is given a closure, only after each call of it.
+
+        The closure may zero the gradient first, or add a last micro-batch to it.
+        """
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 "an optimizer stepped inside backward, where S is not complete yet. In deferred mode step after "
                 "backward, or call proxprop.detach(model) and let each layer solve inside backward"
             )
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.solve(parameters)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
+            self.solve(parameters)
             return None
         solved = self._solving(closure, parameters)
         if "closure" in kwargs:
