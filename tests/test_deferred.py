@@ -354,13 +354,23 @@ def test_autograd_grad_sums_nothing() -> None:
 
 
 @works(
-    "`backward(inputs=...)`", status="refused", note="it adds to the gradient but not to S", mode="deferred"
+    "`backward(inputs=...)`",
+    status="explicit",
+    note="in deferred mode it adds to the gradient but not to S, and a warning says so",
+    mode="deferred",
 )
-def test_backward_with_inputs_is_refused() -> None:
+def test_backward_with_inputs_is_warned_about() -> None:
     model = small_model()
-    attached(model)
-    with pytest.raises(RuntimeError, match=r": backward\(inputs=...\) added to the gradient but not to S"):
-        loss_of(model, images()).backward(inputs=list(model.parameters()))
+    optimizer = attached(model)
+    for name in ("3", "0"):
+        with pytest.warns(
+            RuntimeWarning, match=rf"^{name}: a backward pass added to the gradient but not to S"
+        ):
+            loss_of(model, images()).backward(inputs=list(model.get_submodule(name).parameters()))
+    loss_of(model, images()).backward(inputs=list(model.parameters()))  # said once
+    found = grads(model)
+    optimizer.step()
+    assert_same(grads(model), found, tolerance=0.0)
 
 
 @works("Empty batches, and no features", section="Input", mode="deferred")

@@ -79,7 +79,7 @@ class Average:
         """Take in one step; one with numbers that are not finite is left out, without waiting for the device."""
         diagonal = S if S.dim() == 2 else S.diagonal(dim1=-2, dim2=-1)
         broken = ~diagonal.isfinite().all()  # |S_ij|² ≤ S_ii·S_jj: an overflow shows on the diagonal
-        kept = torch.where(broken, 1.0, decay).to(S.dtype)
+        kept = S.new_full((), decay).masked_fill_(broken, 1.0)
         self.S.mul_(kept).add_(S.masked_fill_(broken, 0.0))
         self.samples.mul_(kept).add_(samples.masked_fill(broken, 0.0))
 

@@ -1,5 +1,6 @@
 """Keeps S in step with the gradient it belongs to: started anew when the user zeroes it, and never mixed."""
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -24,7 +25,7 @@ class Watch:
         self.systems = systems
         self.parameters = list({p: None for system in systems for p in system.parameters})
         self._task = -1
-        self._summed = False
+        self._summed = self._warned = False
         self._versions: dict[nn.Parameter, int] = {}
         self._solved: dict[nn.Parameter, int] = {}
         # A compiled backward may add to the parameters' gradients before it adds to S.
@@ -99,10 +100,14 @@ class Watch:
         """A backward pass has ended: remember the gradients that S belongs to."""
         self._task = -1
         self._versions = self._current()
-        if not self._summed and self._versions != before:
-            raise RuntimeError(
-                f"{self.systems[0].name}: backward(inputs=...) added to the gradient but not to S, so that no step "
-                "can be solved. Call backward() without inputs, or proxprop.detach(model) first"
+        if not self._summed and self._versions != before and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.systems[0].name}: a backward pass added to the gradient but not to S: backward(inputs=...), "
+                "a penalty on the parameters alone, or a forward pass from before attach. The step is solved without what it "
+                "would have added. This layer will not warn again",
+                RuntimeWarning,
+                stacklevel=2,
             )
 
     def _current(self) -> dict[nn.Parameter, int]:
