@@ -2,10 +2,8 @@
 
     torchrun --standalone --nproc-per-node=2 examples/ddp.py
 
-On GPUs: backend "nccl", and model and data on `torch.device("cuda", local_rank)`; nothing else changes.
+On GPUs take the backend "nccl" and put model and data on the rank's device; nothing else changes.
 """
-
-import copy
 
 import torch
 import torch.distributed as dist
@@ -17,39 +15,46 @@ import proxprop
 
 def main() -> None:
     dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
-    proxprop.convert(model, proxprop.Exact(), tau_theta=0.5, scaling="gradient")  # the first line
+    model = network()
+    proxprop.convert(model, proxprop.Exact(), tau_theta=10.0, scaling="gradient")  # the first line
     ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
-    proxprop.attach(optimizer, ddp)  # the second line
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    attached = proxprop.attach(optimizer, ddp)  # the second line
 
-    x, y = data(1024)
-    mine = slice(dist.get_rank(), None, dist.get_world_size())  # every rank has rows of its own
-    for step in range(41):
-        before = copy.deepcopy(model.state_dict())
+    x, y = data()
+    mine = slice(dist.get_rank(), None, dist.get_world_size())  # every rank has samples of its own
+    for step in range(61):
         loss = nn.functional.cross_entropy(ddp(x[mine]), y[mine])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        dist.all_reduce(loss.detach_().div_(dist.get_world_size()))
-        if dist.get_rank() == 0 and step % 10 == 0:
-            print(f"step {step:2}: loss {loss:.4f}")
+        if step == 0:
+            difference = distance(model, x, y)
+        dist.all_reduce(loss.detach_())
+        if dist.get_rank() == 0 and step % 20 == 0:
+            print(f"step {step:2}: loss {loss / dist.get_world_size():.4f}")
     if dist.get_rank() == 0:
-        print(f"relative distance from one process with the whole batch: {distance(model, before, x, y):.0e}")
+        print(f"direction, relative distance from one process with all samples: {difference:.0e}")
+        print(f"sent for S: {attached.bytes_sent / (step + 1) / 1e6:.2f} MB a step")
     dist.destroy_process_group()
 
 
-def data(samples: int) -> tuple[Tensor, Tensor]:
-    """Inputs of very different scale, labelled by a random linear map."""
-    x = torch.randn(samples, 64, dtype=torch.float32) * torch.logspace(0, -2, 64)
-    return x, (x @ torch.randn(64, 10) * 3).argmax(dim=1)
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 10))
 
 
-def distance(model: nn.Module, before: dict[str, Tensor], x: Tensor, y: Tensor) -> float:
-    """Largest relative distance of a direction from the one that this process alone would take from `before`."""
-    alone = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
-    proxprop.convert(alone, proxprop.Exact(), tau_theta=0.5, scaling="gradient").load_state_dict(before)
+def data(samples: int = 1024) -> tuple[Tensor, Tensor]:
+    """Inputs of very different scale, labelled by a random network."""
+    torch.manual_seed(1)
+    x = torch.randn(samples, 64)
+    y = (torch.randn(10, 128) @ (torch.randn(128, 64) @ x.T).relu()).argmax(dim=0)
+    return x * torch.logspace(0, -1.5, 64), y
+
+
+def distance(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    """Largest relative distance of a direction from the one that one process with all samples takes at first."""
+    alone = proxprop.convert(network(), proxprop.Exact(), tau_theta=10.0, scaling="gradient")
     nn.functional.cross_entropy(alone(x), y).backward()
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
     return max(float((p.grad - q.grad).norm() / q.grad.norm()) for p, q in pairs)

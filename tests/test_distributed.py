@@ -5,6 +5,7 @@ A launch takes seconds, so that all cases of a number of ranks share one.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -178,3 +179,13 @@ def test_immediate_mode_warns_once(outcomes: Launch) -> None:
 def test_other_ranks_fail_within_the_timeout(case: str, tmp_path: Path) -> None:
     torchrun(2, WORKER, tmp_path / "outcome.json", case)
     check(json.loads((tmp_path / "outcome.json").read_text()), (case,))
+
+
+@pytest.mark.parametrize("example", ["ddp", "fsdp"])
+def test_the_examples_run_and_take_the_step_of_one_process(example: str) -> None:
+    run = torchrun(2, ROOT / "examples" / f"{example}.py")
+    assert run.returncode == 0, run.stderr
+    losses = [float(found) for found in re.findall(r"loss (\S+)", run.stdout)]
+    assert losses[-1] < 0.8 * losses[0]
+    (distance,) = re.findall(r"one process with all samples: (\S+)", run.stdout)
+    assert float(distance) < 1e-5

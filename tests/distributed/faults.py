@@ -140,7 +140,7 @@ def rank_is_gone(stuck: bool) -> None:
     model, optimizer = sharded("exact")
     mean_square(model(share(whole("exact")))).backward()
     if dist.get_rank() == dist.get_world_size() - 1:
-        time.sleep(3 * TIMEOUT if stuck else 0)
+        time.sleep(2 * TIMEOUT if stuck else 0)
         os._exit(0)
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"rank 0 of 2: S could not be summed.*another rank has died"):

@@ -18,7 +18,6 @@ from proxprop.deferred.state import load_state_dict, state_dict
 from proxprop.deferred.step import direct
 from proxprop.deferred.system import System
 from proxprop.deferred.watch import Watch
-from proxprop.distributed import Traffic
 from proxprop.nn import ProximalLayer
 
 
@@ -191,11 +190,6 @@ class Deferred(Joins):
     def bytes_sent(self) -> int:
         """Bytes of S that this rank has handed to all-reduce so far."""
         return self.reduction.ranks.traffic.bytes
-
-    @property
-    def traffic(self) -> Traffic:
-        """What this rank has sent to sum S over ranks."""
-        return self.reduction.ranks.traffic
 
     @property
     def bytes(self) -> int:
