@@ -4,7 +4,7 @@ The oracle writes a layer's linear map out as a matrix, column by column from to
 stacked system densely in float64.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -124,12 +124,26 @@ def oracle(
     owners: Owners = leading,
 ) -> dict[str, Tensor]:
     """The direction of every trained parameter of a plain layer, computed without the package."""
+    return summed_oracle(layer, [(input, G)], solver, tau_theta, scaling, owners)
+
+
+def summed_oracle(
+    layer: nn.Module,
+    calls: Sequence[tuple[Tensor | tuple[Tensor, ...], Tensor]],
+    solver: Solver,
+    tau_theta: float,
+    scaling: str = "paper",
+    owners: Owners = leading,
+) -> dict[str, Tensor]:
+    """The direction of all calls of a plain layer together, each an input and its G: their rows stand below one another."""
     trained = [name for name, parameter in layer.named_parameters() if parameter.requires_grad]
-    A = design_matrix(layer, input if isinstance(input, tuple) else (input,), trained)
+    inputs = [input if isinstance(input, tuple) else (input,) for input, _ in calls]
+    A = torch.cat([design_matrix(layer, arguments, trained) for arguments in inputs])
+    G = torch.cat([G.flatten() for _, G in calls])
     outputs = blocks(layer, trained, owners)
     damping = 1 / tau_theta if scaling == "paper" else G.numel() / len(outputs) / tau_theta
     M = A.T @ A + damping * torch.eye(A.shape[1], dtype=A.dtype)
-    b = A.T @ G.flatten()
+    b = A.T @ G
     if isinstance(solver, Exact):
         stacked = torch.linalg.solve(M, b)
     elif solver.per_output:

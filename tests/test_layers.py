@@ -13,7 +13,7 @@ import proxprop
 from cases import SOLVERS, Owners, assert_directions, by_name, leading, oracle, randn, relative_error
 from proxprop import CG, Exact
 from proxprop.nn import TABLE, ProximalLayer
-from proxprop.solve import Solver, plan
+from proxprop.solve import Sizes, Solver, plan
 
 
 def second(groups: int) -> Owners:
@@ -498,7 +498,7 @@ def test_table_and_plans_know_every_kind() -> None:
     for plain, layer in TABLE.items():
         assert layer.plain is plain
         assert issubclass(layer, plain)
-        sizes = proxprop.solve.Sizes(1, 4, 3, 2)
+        sizes = Sizes(1, 4, 3, 2)
         assert plan(sizes, CG(2), available=layer.spaces).space in layer.spaces
 
 

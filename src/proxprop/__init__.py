@@ -6,6 +6,7 @@ After `loss.backward()` every converted layer's `.grad` holds the proximal direc
 
 from proxprop import diagnostics, nn
 from proxprop.convert import convert, revert
+from proxprop.deferred import Running, attach, detach, solve
 from proxprop.nn import register
 from proxprop.settings import Settings
 from proxprop.solve import CG, Exact
@@ -13,4 +14,18 @@ from proxprop.summary import summary
 
 __version__ = "0.1.0"
 
-__all__ = ["CG", "Exact", "Settings", "convert", "diagnostics", "nn", "register", "revert", "summary"]
+__all__ = [
+    "CG",
+    "Exact",
+    "Running",
+    "Settings",
+    "attach",
+    "convert",
+    "detach",
+    "diagnostics",
+    "nn",
+    "register",
+    "revert",
+    "solve",
+    "summary",
+]

@@ -1,6 +1,7 @@
 """The one autograd.Function: the layer's own forward, a solved backward."""
 
 import warnings
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from torch.autograd import forward_ad
 
 from proxprop.settings import Settings
 from proxprop.solve import DIAGONAL, FEATURE, SAMPLE, Plan, plan
-from proxprop.transfer import Parameters, Transfer
+from proxprop.transfer import Affine, Parameters, Transfer
 
 Shapes = Sequence[torch.Size | None]
 
@@ -95,6 +96,12 @@ def planned(transfer: Transfer, settings: Settings) -> Plan:
     return plan(transfer.sizes, settings.solver, settings.space, transfer.spaces, transfer.gram_flops())
 
 
+def precision(*tensors: Tensor) -> torch.dtype:
+    """The precision to solve in: float64 where anything is, else float32."""
+    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if wide else torch.float32
+
+
 @dataclass(frozen=True)
 class Call:
     """All that backward needs to know of a call, beside tensors."""
@@ -104,11 +111,14 @@ class Call:
     failures: Failures
     observer: Observer | None
     inputs: int
+    sums: int = 0
+    """How many of S and the number of samples backward adds to leaves, in deferred mode; none in immediate mode."""
+    sampling: "Sampling | None" = None
+    """Which rows S is estimated from, in deferred mode; None for all."""
 
     def transfer(self, saved: Sequence[Tensor], output: Tensor, shapes: Shapes) -> tuple[Transfer, Tensor]:
-        """The transfer of this call and `output` (or its gradient), in float64 where anything is, else float32."""
-        wide = any(tensor.dtype == torch.float64 for tensor in (output, *saved))
-        dtype = torch.float64 if wide else torch.float32
+        """The transfer of this call and `output` (or its gradient), in the precision to solve in."""
+        dtype = precision(output, *saved)
         inputs = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in saved]
         output = output.to(dtype)
         return self.build(inputs, output, shapes), output
@@ -118,6 +128,14 @@ class Call:
         shapes = [p.shape if p is not None and p.requires_grad else None for p in parameters]
         transfer, _ = self.transfer([tensor.detach() for tensor in inputs], output.detach(), shapes)
         return planned(transfer, self.settings)
+
+    def direction(self, transfer: Transfer, G: Tensor) -> Parameters:
+        """The solved direction; a failure is noted and an observer shown."""
+        direction = solve(transfer, G, self.settings)
+        self.failures.note(direction.failed)
+        if self.observer is not None:
+            self.observer(transfer, G, direction, self.settings)
+        return direction.parameters
 
 
 def solve(transfer: Transfer, G: Tensor, settings: Settings) -> Direction:
@@ -150,6 +168,36 @@ def solve(transfer: Transfer, G: Tensor, settings: Settings) -> Direction:
     return Direction(transfer.from_features(_times(V, factor)), chosen, failed)
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """Draws rows without replacement, the same ones for the same seed, and leaves torch's random state alone.
+
+    Example:
+        >>> Sampling(3, ("0", 1)).draw(100, torch.device("cpu")).shape
+        torch.Size([3])
+    """
+
+    rows: int
+    seed: tuple[object, ...]
+
+    def draw(self, samples: int, device: torch.device) -> Tensor:
+        """Indices of rows."""
+        number = zlib.crc32(repr(self.seed).encode())
+        generator = torch.Generator(device).manual_seed(number)
+        return torch.randperm(samples, generator=generator, device=device)[: self.rows]
+
+
+def summands(transfer: Transfer, G: Tensor, sampling: Sampling | None = None) -> tuple[Tensor, Tensor]:
+    """What a call adds to its layer's system: S, its diagonal where it is diagonal, and the number of samples."""
+    groups, samples, features, _ = transfer.sizes
+    count = G.new_full((), samples)
+    if DIAGONAL in transfer.spaces:
+        return transfer.diagonal(), count
+    if sampling is not None and isinstance(transfer, Affine) and samples > sampling.rows:
+        return transfer.sampled_gram(sampling.draw(samples, G.device)), count
+    return transfer.gram() if samples else count.new_zeros(groups, features, features), count
+
+
 def _times(solution: Tensor, factor: float) -> Tensor:
     """The solution scaled in place; untouched in the paper's scaling."""
     return solution if factor == 1.0 else solution.mul_(factor)
@@ -159,7 +207,9 @@ class Proximal(torch.autograd.Function):
     """The identity on a layer's output, whose backward hands the parameters their direction.
 
     The output was computed by torch's own forward from detached parameters, so its value and the gradient to
-    the layer's input are torch's own. Here G passes through untouched, and the parameters receive D.
+    the layer's input are torch's own. Here G passes through untouched, and the parameters receive D. In deferred
+    mode they receive the gradient, and S is handed to a leaf as *its* gradient: autograd itself then sums S, over
+    just the calls and backward passes whose gradients it sums.
     """
 
     @staticmethod
@@ -173,30 +223,26 @@ class Proximal(torch.autograd.Function):
         _, call, *tensors = inputs
         ctx.call = call
         ctx.save_for_backward(*tensors[: call.inputs])
-        ctx.parameters = tuple((p.shape, p.dtype) if p is not None else None for p in tensors[call.inputs :])
+        parameters = tensors[call.inputs : len(tensors) - call.sums]
+        ctx.parameters = tuple((p.shape, p.dtype) if p is not None else None for p in parameters)
 
     @staticmethod
     def backward(ctx: Any, G: Tensor) -> tuple[Any, ...]:
-        """Return G for the output and D for the parameters."""
+        """Return G for the output, D (or the gradient) for the parameters, and what is summed."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
                 f"{ctx.call.failures.layer}: a proximal direction can't be differentiated again, but "
                 "create_graph=True asks for it. Use proxprop.revert(model) for gradient penalties and Hessians"
             )
         call: Call = ctx.call
-        trained = ctx.needs_input_grad[2 + call.inputs :]
+        trained = ctx.needs_input_grad[2 + call.inputs :][: len(ctx.parameters)]
         with torch.no_grad(), _no_autocast(G.device.type):
             shapes = [p[0] if t else None for p, t in zip(ctx.parameters, trained, strict=True)]
             transfer, precise = call.transfer(ctx.saved_tensors, G, shapes)
-            direction = solve(transfer, precise, call.settings)
-            call.failures.note(direction.failed)
-            if call.observer is not None:
-                call.observer(transfer, precise, direction, call.settings)
-            D = [
-                d.to(p[1]) if d is not None else None
-                for d, p in zip(direction.parameters, ctx.parameters, strict=True)
-            ]
-        return (G, None, *[None] * call.inputs, *D)
+            found = transfer.gradient(precise) if call.sums else call.direction(transfer, precise)
+            D = [d.to(p[1]) if d is not None else None for d, p in zip(found, ctx.parameters, strict=True)]
+            sums = summands(transfer, precise, call.sampling)[: call.sums] if call.sums else ()
+        return (G, None, *[None] * call.inputs, *D, *sums)
 
 
 def refuse_transforms(layer: str) -> None:
@@ -218,7 +264,11 @@ def _no_autocast(device: str) -> Any:
 
 
 def attach_direction(
-    output: Tensor, call: Call, inputs: Sequence[Tensor], parameters: Sequence[Tensor | None]
+    output: Tensor,
+    call: Call,
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor | None],
+    sums: Sequence[Tensor] = (),
 ) -> Tensor:
     """Return `output` such that its backward gives the parameters their proximal direction.
 
@@ -227,6 +277,7 @@ def attach_direction(
         call: how to solve.
         inputs: the tensors the layer was called with, as its kernels saw them.
         parameters: the layer's parameters, None for one it does not have.
+        sums: in deferred mode, the leaves that S and the number of samples are added to.
     """
-    result: Tensor = Proximal.apply(output, call, *[t.detach() for t in inputs], *parameters)
+    result: Tensor = Proximal.apply(output, call, *[t.detach() for t in inputs], *parameters, *sums)
     return result

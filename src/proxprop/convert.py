@@ -75,6 +75,7 @@ def convert(
     ]
     if not selected:
         raise ValueError(_nothing_to_convert(model, kinds, last))
+    _refuse_attached(model, "convert")
     for name, module in selected:
         proximal_class(plain_class(module)).check(settings)
         check_real(module, name or type(module).__name__)
@@ -94,10 +95,16 @@ def revert(model: Model) -> Model:
         <class 'torch.nn.modules.linear.Linear'>
     """
     check_module(model, "revert")
+    _refuse_attached(model, "revert")
     for module in model.modules():
         if isinstance(module, ProximalLayer) and plain_class(module) is not type(module):
             module._abandon()
     return model
+
+
+def _refuse_attached(model: nn.Module, caller: str) -> None:
+    if any(isinstance(module, ProximalLayer) and module._attached is not None for module in model.modules()):
+        raise ValueError(f"{caller}: the model is attached to an optimizer: call proxprop.detach(model) first")
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from proxprop.nn.layer import ProximalLayer, as_kernels_see, detached, handles
-from proxprop.nn.linear import linear_transfer
+from proxprop.nn.layer import Part, ProximalLayer, as_kernels_see, detached, handles
+from proxprop.nn.linear import linear_layout, linear_transfer
 
 
 class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
@@ -73,28 +73,43 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
         if not self._qkv_same_embed_dim:
             biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            for x, weight, bias in zip((query, key, value), weights, biases, strict=True):
-                yield self._linear(x, weight, bias)
+            for x, weight, bias, part in zip((query, key, value), weights, biases, "qkv", strict=True):
+                yield self._linear(x, weight, bias, part)
             return
+        parts, inputs = ["q", "k", "v"], [query, key, value]
         if query is key and key is value:
-            yield from self._linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
-            return
-        sizes, inputs = ([1, 2], (query, key)) if key is value else ([1, 1, 1], (query, key, value))
-        rows = [size * self.embed_dim for size in sizes]
+            parts, inputs = ["qkv"], [query]
+        elif key is value:
+            parts, inputs = ["q", "kv"], [query, key]
+        rows = [len(part) * self.embed_dim for part in parts]
         biases = [None] * len(rows) if self.in_proj_bias is None else self.in_proj_bias.split(rows)
-        for x, weight, bias, size in zip(inputs, self.in_proj_weight.split(rows), biases, sizes, strict=True):
-            yield from self._linear(x, weight, bias).chunk(size, dim=-1)
+        for x, weight, bias, part in zip(inputs, self.in_proj_weight.split(rows), biases, parts, strict=True):
+            yield from self._linear(x, weight, bias, part).chunk(len(part), dim=-1)
 
     def _project_out(self, mixed: Tensor) -> Tensor:
-        return self._linear(mixed, self.out_proj.weight, self.out_proj.bias, owner=self.out_proj)
+        return self._linear(mixed, self.out_proj.weight, self.out_proj.bias, "out", owner=self.out_proj)
 
     def _linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, owner: nn.Module | None = None
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, part: str, owner: nn.Module | None = None
     ) -> Tensor:
         """`x Wᵀ + b` with the direction attached."""
         x, parameters = as_kernels_see(x), handles(weight, bias)
         output = functional.linear(x, *detached(weight, bias))
-        return self._attach(output, linear_transfer, (x,), parameters, owner)
+        return self._attach(output, linear_transfer, (x,), parameters, owner, part)
+
+    def _parts(self) -> dict[str, Part]:
+        """Query, key and value, alone or together as inputs are shared, and the output projection."""
+        whole, width = slice(None), self.embed_dim
+        bias = self.in_proj_bias is not None
+        out = ("out_proj.weight", whole), ("out_proj.bias", whole) if self.out_proj.bias is not None else None
+        parts = {"out": Part(out, linear_layout)}
+        for part in ("q", "k", "v") if not self._qkv_same_embed_dim else ("q", "k", "v", "kv", "qkv"):
+            start = "qkv".index(part) * width
+            rows = slice(start, start + len(part) * width)
+            weight = ("in_proj_weight", rows) if self._qkv_same_embed_dim else (f"{part}_proj_weight", whole)
+            usual = part == "qkv" or not self._qkv_same_embed_dim
+            parts[part] = Part((weight, ("in_proj_bias", rows) if bias else None), linear_layout, usual)
+        return parts
 
     def _heads(self, x: Tensor, batched: bool) -> Tensor:
         """A projected input as `[batch, heads, length, head_dim]`."""

@@ -4,10 +4,11 @@ import functools
 from collections.abc import Sequence
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from proxprop.backward import Shapes
-from proxprop.nn.layer import ProximalLayer, as_kernels_see, detached, handles
+from proxprop.nn.layer import Part, ProximalLayer, as_kernels_see, detached, handles
 from proxprop.transfer import ConvGeometry, ConvTransfer, ConvTransposeTransfer
 from proxprop.transfer.conv_transpose import CONVOLVE_TRANSPOSED
 
@@ -27,6 +28,10 @@ class ConvLayer(ProximalLayer):
         output = conv._conv_forward(input, weight, bias)
         build = functools.partial(_conv_transfer, ConvTransfer, geometry(conv))
         return self._attach(output, build, (input,), parameters)
+
+    def _parts(self) -> dict[str, Part]:
+        walk = geometry(cast(nn.Conv2d, self))
+        return self._part(functools.partial(_conv_layout, ConvTransfer, walk), "weight", "bias")
 
 
 class Conv1d(ConvLayer, nn.Conv1d):
@@ -66,6 +71,10 @@ class ConvTransposeLayer(ProximalLayer):
         build = functools.partial(_conv_transfer, ConvTransposeTransfer, walk)
         return self._attach(output, build, (input,), parameters)
 
+    def _parts(self) -> dict[str, Part]:
+        walk = geometry(cast(nn.ConvTranspose2d, self))
+        return self._part(functools.partial(_conv_layout, ConvTransposeTransfer, walk), "weight", "bias")
+
 
 class ConvTranspose1d(ConvTransposeLayer, nn.ConvTranspose1d):
     """`torch.nn.ConvTranspose1d` whose `.grad` after backward is the proximal direction; see `Linear`."""
@@ -90,6 +99,21 @@ def _conv_transfer(
 ) -> ConvTransfer:
     (input,), (weight, bias) = inputs, shapes
     return kind(input, like.shape, weight, bias is not None, walk)
+
+
+def _conv_layout(kind: type[ConvTransfer], walk: ConvGeometry, shapes: Shapes) -> ConvTransfer:
+    """The transfer of a convolution without images."""
+    weight, bias = shapes
+    channels, outputs = walk.groups, bias[0] if bias else 0
+    if weight is not None:
+        crossing = kind is ConvTransposeTransfer
+        channels, outputs = (
+            (weight[0], weight[1] * walk.groups) if crossing else (weight[1] * walk.groups, weight[0])
+        )
+    space = [sum(p) + e * k for p, e, k in zip(walk.padding, walk.dilation, walk.kernel, strict=True)]
+    image = torch.empty(0, channels, *space, device="meta")
+    output = torch.empty(0, outputs, *[1] * len(space), device="meta")
+    return _conv_transfer(kind, walk, (image,), output, shapes)
 
 
 def geometry(conv: AnyConv | nn.ConvTranspose2d) -> ConvGeometry:

@@ -4,11 +4,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from proxprop.backward import Shapes
-from proxprop.nn.layer import ProximalLayer, handles
+from proxprop.nn.layer import Part, ProximalLayer, handles
 from proxprop.transfer import EmbeddingBagTransfer, EmbeddingTransfer
 
 
@@ -31,6 +32,9 @@ class Embedding(ProximalLayer, nn.Embedding):
         )
         build = functools.partial(_embedding_transfer, self.padding_idx, self.sparse)
         return self._attach(output, build, (input,), (self.weight,))
+
+    def _parts(self) -> dict[str, Part]:
+        return self._part(functools.partial(_embedding_layout, self.sparse), "weight")
 
     @classmethod
     def refusal(cls, module: Any) -> str:
@@ -78,6 +82,13 @@ def _embedding_transfer(
     (index,), (weight,) = inputs, shapes
     assert weight is not None
     return EmbeddingTransfer(index, like, weight, padding, sparse)
+
+
+def _embedding_layout(sparse: bool, shapes: Shapes) -> EmbeddingTransfer:
+    (weight,) = shapes
+    assert weight is not None
+    index = torch.empty(0, dtype=torch.long, device="meta")
+    return EmbeddingTransfer(index, torch.empty(0, weight[1], device="meta"), weight, None, sparse)
 
 
 def _embedding_bag_transfer(

@@ -2,18 +2,59 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from proxprop.backward import Build, Call, Failures, Observer, attach_direction, refuse_transforms
+from proxprop.backward import (
+    Build,
+    Call,
+    Failures,
+    Observer,
+    Sampling,
+    Shapes,
+    attach_direction,
+    precision,
+    refuse_transforms,
+)
+from proxprop.distributed import check_layer, running
 from proxprop.settings import Scaling, Settings
 from proxprop.solve import CG, SPACES, Plan, Solver
 from proxprop.solve.plan import possible_spaces
+from proxprop.transfer import Transfer
 
 Planned = Callable[[nn.Module, Plan], None]
 """Is told the module that owns the parameters of each system a forward pass sets up, and its plan."""
+
+
+class Part(NamedTuple):
+    """One of the systems that a layer sets up, as far as it is known without an input.
+
+    Attributes:
+        blocks: for each of the transfer's parameters its name in the layer and the rows that take part; None for
+            one that the layer does not have.
+        layout: makes a transfer without samples from the shapes of the parameters' blocks; it knows the system's
+            sizes and how parameters lie in it. The shapes may also be those of a share of the outputs.
+        usual: whether calls are expected to set it up, rather than another one about the same rows.
+    """
+
+    blocks: tuple[tuple[str, slice] | None, ...]
+    layout: Callable[[Shapes], Transfer]
+    usual: bool = True
+
+
+class Attachment(Protocol):
+    """A layer's tie to deferred mode."""
+
+    def leaves(self, part: str, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The leaves that S of one of the layer's systems is summed in, and the number of samples."""
+
+    def sampling(self, part: str) -> Sampling | None:
+        """Which rows S of a call is estimated from; None for all."""
+
+    def explicit(self) -> bool:
+        """Whether the layer keeps BackProp's gradient."""
 
 
 COMPUTED = {"weight", "in_proj_weight"}
@@ -51,6 +92,7 @@ class ProximalLayer(nn.Module):
     _failures: Failures
     _observer: Observer | None
     _planned: Planned | None
+    _attached: Attachment | None
 
     solver = _setting("solver")
     tau_theta = _setting("tau_theta")
@@ -90,11 +132,21 @@ class ProximalLayer(nn.Module):
     def _adopt(self, settings: Settings, name: str) -> None:
         """Take on settings; `name` is how messages call this layer."""
         self._settings, self._failures = settings, Failures(name)
-        self._observer = self._planned = None
+        self._observer = self._planned = self._attached = None
+
+    def _parts(self) -> dict[str, Part]:
+        """The systems that calls can set up, by the name they give to `_attach`; none without a Gram matrix."""
+        return {}
+
+    def _part(self, layout: Callable[[Shapes], Transfer], *names: str) -> dict[str, Part]:
+        """The only system of a layer, with its parameters `names` in whole."""
+        present = [self._parameters.get(name) is not None for name in names]
+        blocks = ((name, slice(None)) if there else None for name, there in zip(names, present, strict=True))
+        return {"": Part(tuple(blocks), layout)}
 
     def _abandon(self) -> None:
         """Become the plain class again, without what `_adopt` set."""
-        for name in ("_settings", "_failures", "_observer", "_planned", "_checked"):
+        for name in ("_settings", "_failures", "_observer", "_planned", "_attached", "_checked"):
             vars(self).pop(name, None)
         self.__class__ = self.plain  # type: ignore[assignment]
 
@@ -105,7 +157,12 @@ class ProximalLayer(nn.Module):
                 f"{self._failures.layer}: nn.DataParallel's replicas have no parameters to give a direction to. Use "
                 "torch.nn.parallel.DistributedDataParallel"
             )
-        return torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        if self._attached is not None and self._attached.explicit():
+            return False
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        if trains and running() and not torch.compiler.is_compiling():
+            check_layer(self, self._failures.layer, self._attached is not None)
+        return trains
 
     def _attach(
         self,
@@ -114,6 +171,7 @@ class ProximalLayer(nn.Module):
         inputs: Sequence[Tensor],
         parameters: Sequence[Tensor | None],
         owner: nn.Module | None = None,
+        part: str = "",
     ) -> Tensor:
         """Return the output with the direction of `parameters` attached.
 
@@ -123,6 +181,7 @@ class ProximalLayer(nn.Module):
             inputs: the tensors that backward needs, as the kernels saw them.
             parameters: None for one that the layer does not have.
             owner: the module they belong to, where it is not this one.
+            part: which of the layer's systems this is.
         """
         refuse_transforms(self._failures.layer)
         if not torch.compiler.is_compiling() and self._is_reparametrized():
@@ -135,10 +194,15 @@ class ProximalLayer(nn.Module):
             return output
         _check_dense(self._failures.layer, inputs)
         check_real(self, self._failures.layer)
-        call = Call(build, self._settings, self._failures, self._observer, len(inputs))
+        sums: tuple[Tensor, ...] = ()
+        sampling = None
+        if self._attached is not None:
+            sums = self._attached.leaves(part, output.device, precision(output, *inputs))
+            sampling = self._attached.sampling(part)
+        call = Call(build, self._settings, self._failures, self._observer, len(inputs), len(sums), sampling)
         if self._planned is not None:
             self._planned(owner or self, call.plan(inputs, output, parameters))
-        return attach_direction(output, call, inputs, parameters)
+        return attach_direction(output, call, inputs, parameters, sums)
 
     def _is_reparametrized(self) -> bool:
         return "parametrizations" in self._modules or not COMPUTED.isdisjoint(vars(self))

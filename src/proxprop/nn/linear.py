@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from proxprop.backward import Shapes
-from proxprop.nn.layer import MixedLayer, ProximalLayer, as_kernels_see, detached, handles
+from proxprop.nn.layer import MixedLayer, Part, ProximalLayer, as_kernels_see, detached, handles
 from proxprop.transfer import BilinearTransfer, LinearTransfer
 
 
@@ -19,6 +19,16 @@ def linear_transfer(
     """The transfer of one call of a linear layer."""
     (input,), (weight, bias) = inputs, shapes
     return LinearTransfer(input, like.shape, weight, bias is not None, transposed)
+
+
+def linear_layout(shapes: Shapes, transposed: bool = False) -> LinearTransfer:
+    """The transfer of a linear layer without samples."""
+    weight, bias = shapes
+    inputs, outputs = 1, bias[0] if bias else 0
+    if weight is not None:
+        inputs, outputs = weight if transposed else weight[::-1]
+    meta = torch.empty(0, device="meta")
+    return linear_transfer((meta.view(0, inputs),), meta.view(0, outputs), shapes, transposed)
 
 
 class Linear(ProximalLayer, nn.Linear):
@@ -47,6 +57,9 @@ class Linear(ProximalLayer, nn.Linear):
         output = functional.linear(input, weight, bias)
         return self._attach(output, linear_transfer, (input,), parameters)
 
+    def _parts(self) -> dict[str, Part]:
+        return self._part(linear_layout, "weight", "bias")
+
 
 class Bilinear(ProximalLayer, nn.Bilinear):
     """`torch.nn.Bilinear` whose `.grad` after backward is the proximal direction; see `Linear`."""
@@ -62,10 +75,20 @@ class Bilinear(ProximalLayer, nn.Bilinear):
         output = functional.bilinear(input1, input2, weight, bias)
         return self._attach(output, _bilinear_transfer, (input1, input2), parameters)
 
+    def _parts(self) -> dict[str, Part]:
+        return self._part(_bilinear_layout, "weight", "bias")
+
 
 def _bilinear_transfer(inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> BilinearTransfer:
     (left, right), (weight, bias) = inputs, shapes
     return BilinearTransfer(left, right, like.shape, weight, bias is not None)
+
+
+def _bilinear_layout(shapes: Shapes) -> BilinearTransfer:
+    weight, bias = shapes
+    outputs, left, right = (bias[0] if bias else 0, 1, 1) if weight is None else weight
+    meta = torch.empty(0, device="meta")
+    return _bilinear_transfer((meta.view(0, left), meta.view(0, right)), meta.view(0, outputs), shapes)
 
 
 class RegisteredLinear(MixedLayer):
@@ -88,6 +111,9 @@ class RegisteredLinear(MixedLayer):
         self._check_once(input, output)
         build = functools.partial(linear_transfer, transposed=self.transposed)
         return self._attach(output, build, (input,), parameters)
+
+    def _parts(self) -> dict[str, Part]:
+        return self._part(functools.partial(linear_layout, transposed=self.transposed), "weight", "bias")
 
     def _check_once(self, input: Tensor, output: Tensor) -> None:
         if vars(self).get("_checked") or torch.compiler.is_compiling() or output.is_meta:

@@ -8,11 +8,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from proxprop.backward import Shapes
-from proxprop.nn.layer import ProximalLayer, handles
+from proxprop.nn.layer import Part, ProximalLayer, handles
 from proxprop.transfer import NormTransfer
 
 
@@ -29,6 +30,9 @@ class NormLayer(ProximalLayer):
         output = cast(Tensor, self.plain.forward(constant(self, self.plain), input))
         build = functools.partial(_norm_transfer, self._normalize(), self._channel_axis(input))
         return self._attach(output, build, (input, *self._statistics()), parameters)
+
+    def _parts(self) -> dict[str, Part]:
+        return self._part(_norm_layout, "weight", "bias")
 
     def _normalize(self) -> Any:
         """A function from the saved inputs to x̂; holds no reference to this layer's tensors."""
@@ -152,6 +156,13 @@ def _norm_transfer(
 ) -> NormTransfer:
     weight, bias = shapes
     return NormTransfer(normalize(*inputs), axis, weight, bias)
+
+
+def _norm_layout(shapes: Shapes) -> NormTransfer:
+    weight, bias = shapes
+    channels = weight or bias
+    assert channels is not None
+    return NormTransfer(torch.empty(0, *channels, device="meta"), None, weight, bias)
 
 
 def _layer_norm(shape: tuple[int, ...], eps: float, input: Tensor) -> Tensor:

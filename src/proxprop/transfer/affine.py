@@ -40,6 +40,20 @@ class Affine(Transfer):
         A = self.rows()
         return self._border(A.mT @ A, A.sum(-2)) if self.bias else A.mT @ A
 
+    def sampled_gram(self, index: Tensor) -> Tensor:
+        """An unbiased estimate of S from a few rows, `N/rows·Σaaᵀ` over rows drawn without replacement.
+
+        Args:
+            index: which samples, each of the N with the same chance.
+        """
+        A, scale = self.sampled_rows(index), self.sizes.samples / len(index)
+        S = (A.mT @ A).mul_(scale)
+        return self._border(S, A.sum(-2).mul_(scale)) if self.bias else S
+
+    def sampled_rows(self, index: Tensor) -> Tensor:
+        """Some of `rows`."""
+        return self.rows()[:, index]
+
     def to_samples(self, G: Tensor) -> Tensor:
         """Leading dimensions flattened."""
         return G.reshape(1, -1, G.shape[-1])

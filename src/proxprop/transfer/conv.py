@@ -112,6 +112,15 @@ class ConvTransfer(Affine):
                 sums += A.sum(-2)
         return self._border(S, sums) if self.bias else S
 
+    def sampled_rows(self, index: Tensor) -> Tensor:
+        """Some of the patches, cut out without unfolding the others."""
+        if self.weight_shape is None:
+            return self.rows()[:, index]
+        at = torch.unravel_index(index, (self.batched_shape[0], *self.batched_shape[2:]))
+        windows = self._windows(self._padded(), self.geometry.stride).movedim(1, 1 + self.dimensions)
+        patches: Tensor = windows[at].flatten(1).unflatten(1, (self.sizes.groups, -1))
+        return patches.transpose(0, 1)
+
     def output(self, parameters: Parameters) -> Tensor:
         """`conv(X, W) + b`."""
         weight, bias = parameters
@@ -189,17 +198,20 @@ class ConvTransfer(Affine):
         return self._patches(padded, self.geometry.stride)
 
     def _patches(self, padded: Tensor, stride: tuple[int, ...], reverse: bool = False) -> Tensor:
-        """Patches of a padded input `[batch, channels, *space]`, by strided views and one copy.
-
-        Views `[batch, channels, *positions, *kernel]`; a copy `[groups, batch·positions, features]`.
-        """
+        """Patches `[groups, batch·positions, features]` of a padded input, by strided views and one copy."""
         g, d = self.geometry, self.dimensions
-        for axis in range(d):
-            reach = g.dilation[axis] * (g.kernel[axis] - 1) + 1
-            padded = padded.unfold(2 + axis, reach, stride[axis])[..., :: g.dilation[axis]]
+        windows = self._windows(padded, stride)
         if reverse:
-            padded = padded.flip(list(range(2 + d, 2 + 2 * d)))
-        patches: Tensor = padded.unflatten(1, (g.groups, -1))
+            windows = windows.flip(list(range(2 + d, 2 + 2 * d)))
+        patches: Tensor = windows.unflatten(1, (g.groups, -1))
         positions, kernel = range(3, 3 + d), range(3 + d, 3 + 2 * d)
         patches = patches.permute(1, 0, *positions, 2, *kernel)
         return patches.reshape(g.groups, -1, self.sizes.features - self.bias)
+
+    def _windows(self, padded: Tensor, stride: tuple[int, ...]) -> Tensor:
+        """Views `[batch, channels, *positions, *kernel]` of a padded input `[batch, channels, *space]`."""
+        g = self.geometry
+        for axis in range(self.dimensions):
+            reach = g.dilation[axis] * (g.kernel[axis] - 1) + 1
+            padded = padded.unfold(2 + axis, reach, stride[axis])[..., :: g.dilation[axis]]
+        return padded

@@ -80,6 +80,10 @@ class ConvTransposeTransfer(ConvTransfer):
         """Patches at stride 1, taps reversed."""
         return self._patches(padded, (1,) * self.dimensions, reverse=True)
 
+    def sampled_rows(self, index: Tensor) -> Tensor:
+        """Some of the patches, after all were unfolded."""
+        return self.rows()[:, index]
+
     def _columns(self, weight: Tensor) -> Tensor:
         groups, _, _, outputs = self.sizes
         split = weight.reshape(groups, -1, outputs, prod(self.geometry.kernel))

@@ -57,6 +57,10 @@ class Transfer(ABC):
         """FLOPs of `gram`, where it is not the plain product of rows."""
         return None
 
+    def diagonal(self) -> Tensor:
+        """S's diagonal `[groups, features]`, where S is diagonal."""
+        raise NotImplementedError(f"{type(self).__name__} has no diagonal S")
+
     def divide(self, G: Tensor, damping: float, factor: float) -> Parameters:
         """`factor·(λI + S)⁻¹AᵀG` where S is diagonal."""
         raise NotImplementedError(f"{type(self).__name__} has no diagonal S")

@@ -1,0 +1,104 @@
+"""Three real models as tables of shapes: what their converted layers are, and how much of them stays explicit."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Layers:
+    """`count` alike layers.
+
+    Attributes:
+        features: inputs of one output, with the bias where there is one.
+        outputs: output channels.
+        positions: samples that one item of the batch brings.
+        count: how many such layers.
+        offsets: for a convolution with stride 1, its kernel's positions; S then comes from autocorrelations.
+    """
+
+    features: int
+    outputs: int
+    positions: int
+    count: int = 1
+    offsets: int = 1
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and the batch that one GPU takes a step on.
+
+    Attributes:
+        layers: those that ProxProp converts.
+        explicit: parameters that keep BackProp's gradient (embeddings, norms, the last layer).
+        items: images or sequences a GPU.
+        like: the measured network that its BackProp speed is taken from.
+        precision: of BackProp's products; S and its solve are in TF32 or float32.
+    """
+
+    name: str
+    layers: tuple[Layers, ...]
+    explicit: int
+    items: int
+    like: str
+    precision: str
+
+    @property
+    def parameters(self) -> int:
+        return self.explicit + sum(layer.count * layer.features * layer.outputs for layer in self.layers)
+
+
+def _bottlenecks(inputs: int, width: int, before: int, after: int, count: int) -> list[Layers]:
+    """A stage of ResNet-50: `before` and `after` are the feature map's positions around its strided layers."""
+    outputs = 4 * width
+    return [
+        Layers(inputs, width, before),
+        Layers(outputs, width, after, count - 1),
+        Layers(9 * width, width, after, 1, 9 if before == after else 1),
+        Layers(9 * width, width, after, count - 1, 9),
+        Layers(width, outputs, after, count),
+        Layers(inputs, outputs, after),
+    ]
+
+
+RESNET50 = Model(
+    "ResNet-50, 128 images of 224² a GPU",
+    (
+        Layers(3 * 49, 64, 112**2),
+        *_bottlenecks(64, 64, 56**2, 56**2, 3),
+        *_bottlenecks(256, 128, 56**2, 28**2, 4),
+        *_bottlenecks(512, 256, 28**2, 14**2, 6),
+        *_bottlenecks(1024, 512, 14**2, 7**2, 3),
+    ),
+    explicit=2049 * 1000 + 53120,
+    items=128,
+    like="resnet18-128",
+    precision="tf32",
+)
+
+GPT2_MEDIUM = Model(
+    "GPT-2 medium, 8 sequences of 1,024 a GPU",
+    (
+        Layers(1025, 3072, 1024, 24),
+        Layers(1025, 1024, 1024, 24),
+        Layers(1025, 4096, 1024, 24),
+        Layers(4097, 1024, 1024, 24),
+    ),
+    explicit=(50257 + 1024) * 1024,
+    items=8,
+    like="gpt2-block-8x1024",
+    precision="tf32",
+)
+
+LLAMA_7B = Model(
+    "Llama-7B shapes, 4 sequences of 2,048 a GPU",
+    (
+        Layers(4096, 4096, 2048, 4 * 32),
+        Layers(4096, 11008, 2048, 2 * 32),
+        Layers(11008, 4096, 2048, 32),
+    ),
+    explicit=2 * 32000 * 4096,
+    items=4,
+    like="gpt2-block-8x1024",
+    precision="bf16",
+)
+
+MODELS = (RESNET50, GPT2_MEDIUM, LLAMA_7B)

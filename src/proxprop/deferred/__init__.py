@@ -1,0 +1,11 @@
+"""Deferred mode: backward passes sum S beside the gradient, and one solve turns both into the direction.
+
+`D = (λI + S)⁻¹B` depends on the batch through `S = AᵀA` and `B = AᵀG` alone, and both are sums over samples. So one
+step does not depend on how a batch was cut into micro-batches.
+"""
+
+from proxprop.deferred.attach import attach, detach, solve
+from proxprop.deferred.handle import Deferred
+from proxprop.deferred.running import Running
+
+__all__ = ["Deferred", "Running", "attach", "detach", "solve"]

@@ -1,0 +1,207 @@
+"""What `attach` returns: the layers of a model whose steps are solved when their optimizer steps."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from proxprop.backward import Sampling
+from proxprop.deferred.choice import Choice
+from proxprop.deferred.equation import Term, components, join
+from proxprop.deferred.joining import Joins
+from proxprop.deferred.operator import SolveOnce, absolute_form
+from proxprop.deferred.reduction import Reduction
+from proxprop.deferred.running import Averages, Cluster, Running
+from proxprop.deferred.state import load_state_dict, state_dict
+from proxprop.deferred.step import direct
+from proxprop.deferred.system import System
+from proxprop.deferred.watch import Watch
+from proxprop.nn import ProximalLayer
+
+
+class Attachment:
+    """One layer's tie to deferred mode. A copy or a pickle of the layer is not attached."""
+
+    def __init__(self, deferred: "Deferred", systems: dict[str, System]) -> None:
+        self.deferred, self.systems = deferred, systems
+
+    def leaves(self, part: str, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The leaves of one of the layer's systems."""
+        self.deferred.reduction.notice()
+        self.deferred.refuse_uneven_inputs()
+        return self.systems[part].leaves(device, dtype)
+
+    def sampling(self, part: str) -> Sampling | None:
+        """Which rows S is estimated from; None for all."""
+        return self.deferred.sampling(self.systems[part])
+
+    def explicit(self) -> bool:
+        """Whether the layer keeps BackProp's gradient."""
+        return not self.systems
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+class Deferred(Joins):
+    """Converted layers whose steps are solved when their optimizer steps. Made by `proxprop.attach`.
+
+    Attributes:
+        model: the model that was attached.
+        optimizers: the optimizers whose steps are preceded by a solve.
+        choices: what was decided for each converted layer, by name.
+        systems: what S is summed for.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        model: nn.Module,
+        choices: Mapping[str, Choice],
+        running: Running | None,
+    ) -> None:
+        super().__init__()
+        self.model, self.optimizers, self.choices = model, list(optimizers), dict(choices)
+        self.averages = Averages(running) if running is not None else None
+        self.systems: list[System] = []
+        for name, choice in self.choices.items():
+            if choice.mode != "immediate":
+                choice.layer._attached = Attachment(self, self._systems(name, choice))
+        self.clusters = [Cluster(systems) for systems in components(self.systems)]
+        self._watches = {cluster: Watch(cluster.systems) for cluster in self.clusters}
+        self._cluster_of = {system: cluster for cluster in self.clusters for system in cluster.systems}
+        self.reduction = Reduction(model, self.systems)
+        self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
+
+    def _systems(self, name: str, choice: Choice) -> dict[str, System]:
+        """The systems of a layer, none where it stays explicit."""
+        if choice.mode == "explicit":
+            return {}
+        made = {
+            key: System(f"{name}.{key}" if key else name, choice.layer, part, self.averages is not None)
+            for key, part in choice.layer._parts().items()
+        }
+        self.systems += made.values()
+        return made
+
+    @torch.no_grad()
+    def solve(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Turn gradients in `.grad` into directions, where backward passes have summed S since the last solve.
+
+        Args:
+            parameters: solve only systems that one of these is in.
+        """
+        chosen = None if parameters is None else set(parameters)
+        clusters = [
+            c
+            for c in self.clusters
+            if chosen is None or any(not chosen.isdisjoint(s.parameters) for s in c.systems)
+        ]
+        waiting: dict[Cluster, list[Term]] = {}
+        for system, S, samples in self.reduction.summed([s for c in clusters for s in c.systems]):
+            cluster = self._cluster_of[system]
+            if len(cluster.systems) == 1:
+                self._solve(cluster, [Term(system, S, samples)])
+            else:
+                waiting.setdefault(cluster, []).append(Term(system, S, samples))
+        for cluster, terms in waiting.items():
+            self._solve(cluster, terms)
+
+    def _solve(self, cluster: Cluster, terms: Sequence[Term]) -> None:
+        if self.averages is not None:
+            for equation, operator in self.averages.operators(cluster, terms):
+                direct(equation, operator)
+        else:
+            for equation, S, samples in join(terms):
+                settings = equation.layer._settings
+                direct(equation, SolveOnce(absolute_form(S, samples, settings), settings.solver))
+        self._watches[cluster].note_solved()
+
+    def sampling(self, system: System) -> Sampling | None:
+        """Which rows S of the next call is estimated from; None for all."""
+        rows = self.averages.running.rows if self.averages is not None else None
+        if rows is None or torch.compiler.is_compiling():
+            return None
+        return Sampling(rows, (system.name, self._cluster_of[system].steps, system.count_call()))
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Solve before the optimizer steps; where it is given a closure, only after each call of it.
+
+        The closure may zero the gradient first, or add a last micro-batch to it.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "an optimizer stepped inside backward, where S is not complete yet. In deferred mode step after "
+                "backward, or call proxprop.detach(model) and let each layer solve inside backward"
+            )
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self.solve(parameters)
+            return None
+        solved = self._solving(closure, parameters)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": solved}
+        return (args[0], solved, *args[2:]), kwargs
+
+    def _solving(self, closure: Callable[[], Any], parameters: list[Tensor]) -> Callable[[], Any]:
+        def solved() -> Any:
+            loss = closure()
+            self.solve(parameters)
+            return loss
+
+        return solved
+
+    def detach(self) -> None:
+        """Go back to immediate mode: layers solve inside backward again, and optimizers step as before."""
+        for hook in self._hooks:
+            hook.remove()
+        self.reduction.release()
+        for watch in self._watches.values():
+            watch.release()
+        for choice in self.choices.values():
+            choice.layer._attached = None
+        self._hooks, self.systems, self.clusters = [], [], []
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The running averages as a dict of tensors, to be saved beside the model's and the optimizer's state.
+
+        Empty without `running`. S is the same on every rank, so that it loads on any number of them; a fresh handle
+        gives zeros of the same shapes, which `torch.distributed.checkpoint.load` fills in place.
+        """
+        return state_dict(self.averages, self.clusters) if self.averages is not None else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state_dict` gave; training goes on exactly where it stopped.
+
+        Raises:
+            ValueError: the state is of another model, or there are no running averages here.
+        """
+        if self.averages is not None:
+            load_state_dict(self.averages, self.clusters, state)
+        elif state:
+            raise ValueError(
+                "this handle keeps no running averages: attach with running=proxprop.Running(...)"
+            )
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of S that this rank has handed to all-reduce so far."""
+        return self.reduction.ranks.traffic.bytes
+
+    @property
+    def bytes(self) -> int:
+        """Memory for S of all layers together."""
+        return sum(choice.bytes for choice in self.choices.values() if choice.mode == "deferred")
+
+    def __repr__(self) -> str:
+        lines = [f"  {name}: {choice}" for name, choice in self.choices.items()]
+        return "\n".join(["Deferred(", *lines, ")"])
+
+
+def attachments(model: nn.Module) -> list[Attachment]:
+    """The ties of a model's layers."""
+    layers = [module for module in model.modules() if isinstance(module, ProximalLayer)]
+    return [layer._attached for layer in layers if isinstance(layer._attached, Attachment)]

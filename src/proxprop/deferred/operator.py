@@ -1,0 +1,136 @@
+"""What turns a gradient into a direction: `B -> factor·(λI + M)⁻¹B`, solved anew or with an inverse that was kept."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from proxprop.settings import Settings
+from proxprop.solve import Exact, Solution, Solver
+from proxprop.solve.exact import factorize, inverse
+
+
+class Operator(Protocol):
+    """`B -> factor·(λI + M)⁻¹B`."""
+
+    @property
+    def kept(self) -> Tensor:
+        """The matrix it holds."""
+
+    def apply(self, B: Tensor) -> Solution:
+        """The direction for `B [groups, features, outputs]`."""
+
+    def scale(self) -> Tensor:
+        """What each feature is multiplied by `[groups, features]`, where M is diagonal."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """M, λ and the factor: all that a direction depends on beside B and the solver.
+
+    Attributes:
+        M: `[groups, features, features]`, or a diagonal `[groups, features]`.
+        damping: λ.
+        factor: what the solution is multiplied by.
+    """
+
+    M: Tensor
+    damping: float
+    factor: float
+
+
+def absolute_form(S: Tensor, samples: Tensor | None, settings: Settings) -> Form:
+    """A layer's own settings: `(I/τ_θ + S)⁻¹B`, or `(I + τ_θ·S/N)⁻¹B`. S is overwritten."""
+    damping = 1 / settings.tau_theta
+    if settings.scaling == "paper":
+        return Form(S, damping, 1.0)
+    assert samples is not None
+    return Form(S.div_(samples.clamp(min=1.0)), damping, damping)
+
+
+def relative_form(S: Tensor, damping: float) -> Form:
+    """`(1 + ρ)·c·(ρcI + S)⁻¹B` with c the mean of S's diagonal, for each group: the scale of S drops out.
+
+    Where S is c times the identity this is B itself, whatever ρ; as ρ grows it tends to B. S is overwritten.
+
+    Args:
+        S: any multiple of it gives the same.
+        damping: ρ.
+    """
+    diagonal = S if S.dim() == 2 else S.diagonal(dim1=-2, dim2=-1)
+    mean = diagonal.mean(-1)
+    mean = torch.where(mean == 0, 1.0, mean).view(-1, *[1] * (S.dim() - 1))
+    return Form(S.div_(mean), damping, 1 + damping)
+
+
+@dataclass(frozen=True)
+class Solve:
+    """Asks the solver each time."""
+
+    form: Form
+    solver: Solver
+
+    @property
+    def kept(self) -> Tensor:
+        """M."""
+        return self.form.M
+
+    def apply(self, B: Tensor) -> Solution:
+        """The solver's answer; M is left as it is."""
+        if B.numel() == 0:
+            return Solution(B)
+        found = self.solver.features(self.form.M.clone(), B, self.form.damping)
+        return Solution(found.value.mul_(self.form.factor), found.failed)
+
+    def scale(self) -> Tensor:
+        """`factor / (λ + M)`."""
+        return self.form.factor / (self.form.M + self.form.damping)
+
+
+@dataclass(frozen=True)
+class SolveOnce(Solve):
+    """Asks the solver once, which may overwrite M."""
+
+    def apply(self, B: Tensor) -> Solution:
+        """The solver's answer."""
+        if B.numel() == 0:
+            return Solution(B)
+        found = self.solver.features(self.form.M, B, self.form.damping)
+        value = found.value if self.form.factor == 1.0 else found.value.mul_(self.form.factor)
+        return Solution(value, found.failed)
+
+
+@dataclass(frozen=True)
+class Inverse:
+    """`factor·(λI + M)⁻¹` as a matrix; `1/(λ + trace M)` times the factor where a factorisation failed.
+
+    Attributes:
+        kept: the matrix `[groups, features, features]`.
+        failed: a boolean for each group, to be noted once.
+    """
+
+    kept: Tensor
+    failed: Tensor | None = None
+
+    @classmethod
+    def of(cls, form: Form) -> "Inverse":
+        """Factorise and invert; M is overwritten."""
+        factor = factorize(form.M, form.damping)
+        broken = (factor.info != 0)[:, None, None]
+        eye = torch.eye(form.M.shape[-1], dtype=form.M.dtype, device=form.M.device)
+        matrix = torch.where(broken, eye / factor.bound[:, None, None], inverse(factor.L))
+        return cls(matrix.mul_(form.factor), failed=broken.flatten() & factor.bound.isfinite())
+
+    def apply(self, B: Tensor) -> Solution:
+        """One product."""
+        return Solution(self.kept @ B, self.failed)
+
+    def scale(self) -> Tensor:
+        """Not for a diagonal M."""
+        raise NotImplementedError("a diagonal is divided by, not inverted")
+
+
+def kept_operator(form: Form, solver: Solver) -> Operator:
+    """An operator to be used many times: an inverse for `Exact`, else what the solver is asked with."""
+    return Inverse.of(form) if isinstance(solver, Exact) and form.M.dim() == 3 else Solve(form, solver)

@@ -1,0 +1,128 @@
+"""One system in deferred mode: the parameters it is about, and S as summed since their gradient was zeroed."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from proxprop.backward import precision
+from proxprop.deferred.equation import Equation
+from proxprop.nn.layer import Part, ProximalLayer
+from proxprop.solve import DIAGONAL
+
+if TYPE_CHECKING:
+    from proxprop.deferred.watch import Watch
+
+
+class System(Equation):
+    """S and the number of samples of one part of a layer, summed by autograd as the gradients of two leaves.
+
+    The leaves have a shape but no memory; what backward passes add to them is in their `.grad`, exactly where and
+    when the parameters' own `.grad` is added to.
+
+    Args:
+        name: how messages call it.
+        layer: whose settings apply.
+        part: the parameters' blocks and their layout.
+        counted: whether the number of samples is needed whatever the settings.
+
+    Attributes:
+        when_summed: called in every backward pass as soon as S holds all that the pass adds to it.
+        watch: sees to it that S is started anew when the gradient is.
+        calls: how many calls were counted since the last solve.
+    """
+
+    def __init__(self, name: str, layer: ProximalLayer, part: Part, counted: bool = False) -> None:
+        super().__init__(name, layer, Equation.of(name, layer, part).blocks, part.layout)
+        self.counted, self.usual = counted, part.usual
+        self.when_summed: Callable[[System], None] | None = None
+        self._leaves: tuple[Tensor, ...] = ()
+        self._key: tuple[object, ...] = ()
+        self.watch: Watch | None = None
+        self.calls = 0
+        if self.trained:  # ahead of the first call, which may be a compiled one
+            parameter = self.trained[0].parameter
+            self.leaves(parameter.device, precision(parameter))
+
+    @property
+    def S(self) -> Tensor | None:
+        """S as summed so far, or its diagonal; None where nothing was."""
+        return self._leaves[0].grad if self._leaves else None
+
+    @property
+    def samples(self) -> Tensor | None:
+        """The number of samples S was summed over; None where nothing was or nobody counts."""
+        return self._leaves[1].grad if len(self._leaves) > 1 else None
+
+    @property
+    def counts(self) -> bool:
+        """Whether the number of samples is needed."""
+        return self.counted or self.layer._settings.scaling == "gradient"
+
+    def count_call(self) -> int:
+        """The number of this call since the last solve."""
+        self.calls += 1
+        return self.calls
+
+    def leaves(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The leaves for S and the number of samples, or for S alone."""
+        trained = [block is not None and block.trained for block in self.blocks]
+        key = (device, dtype, self.counts, *trained)
+        if key != self._key:
+            self._refuse_to_change()
+            self._leaves, self._key = tuple(self._new_leaves(device, dtype)), key
+        return self._leaves
+
+    def _refuse_to_change(self) -> None:
+        if self.S is not None and any(parameter.grad is not None for parameter in self.parameters):
+            raise RuntimeError(
+                f"{self.name}: device, precision, scaling or which parameters are trained changed between backward "
+                "passes of one step, whose S can't be added up. Call zero_grad(), or step, before such a change"
+            )
+
+    def _new_leaves(self, device: torch.device, dtype: torch.dtype) -> Iterator[Tensor]:
+        layout = self.layout
+        groups, _, features, _ = layout.sizes
+        diagonal = DIAGONAL in layout.spaces
+        shapes = [(groups, features) if diagonal else (groups, features, features)]
+        for shape in [*shapes, ()] if self.counts else shapes:
+            leaf = torch.zeros((), device=device, dtype=dtype).expand(shape).requires_grad_()
+            leaf.register_hook(self._notice)
+            leaf.register_post_accumulate_grad_hook(self._note_sum)
+            yield leaf
+
+    def forget(self) -> None:
+        """Drop what was summed."""
+        for leaf in self._leaves:
+            leaf.grad = None
+
+    def take(self) -> tuple[Tensor, Tensor | None]:
+        """What was summed, which is forgotten here."""
+        S, samples = self.S, self.samples
+        assert S is not None
+        self.forget()
+        return S, samples
+
+    @property
+    def current(self) -> tuple[Tensor, ...]:
+        """The leaves of the last call, which have shape, precision and device of what is summed."""
+        return self._leaves
+
+    def shares(self) -> list[Tensor]:
+        """What was summed on this rank, zeros in place of nothing; forgotten here."""
+        found = [leaf.grad if leaf.grad is not None else leaf.new_zeros(leaf.shape) for leaf in self._leaves]
+        self.forget()
+        return found
+
+    def _notice(self, _: Tensor) -> None:
+        """S is about to be added to."""
+        if self.watch is not None:
+            self.watch.notice()
+
+    def _note_sum(self, _: Tensor) -> None:
+        """S was added to."""
+        if self.watch is not None:
+            self.watch.note_sum()
+        if self.when_summed is not None:
+            self.when_summed(self)

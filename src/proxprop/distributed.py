@@ -1,0 +1,230 @@
+"""How S is summed over ranks: the ranks that share a batch, and all-reduces of packed triangles.
+
+DDP and FSDP2 average gradients over ranks, `B = (1/R) ΣB_r`, and S is summed, `S = Σ S_r`. With a loss that is a mean
+over the rank's samples and as many samples on every rank, B is the gradient of the mean over all of them, and
+D is the direction of one process with the concatenated batch.
+"""
+
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from proxprop.packing import BUCKET_BYTES, buckets, pack, packed_size, unpack
+
+
+def running() -> bool:
+    """Whether this process is one of several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def mesh_of(tensor: Tensor) -> Any:
+    """The device mesh of a DTensor; None for a plain tensor."""
+    return getattr(tensor, "device_mesh", None)
+
+
+class Ranks:
+    """The ranks that a model's batch is spread over, by DDP or by the mesh of FSDP2.
+
+    Attributes:
+        wrapper: the DistributedDataParallel around the model; None where there is none or it was not met yet.
+        traffic: what was sent.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.traffic = Traffic()
+        self.wrapper: Any = next((m for m in model.modules() if _is_ddp(m)), None)
+        self._sums: dict[Any, Sums | None] = {}
+
+    def sums(self, parameter: Tensor) -> "Sums | None":
+        """What sums over the ranks that hold a share of this parameter's batch; None where there is but one."""
+        mesh = mesh_of(parameter)
+        around = self.wrapper if mesh is None else mesh
+        if around is None or not running():
+            return None
+        if around not in self._sums:
+            process_group = None if mesh is not None else around.process_group
+            self._sums[around] = self._sums_over(
+                mesh.mesh.flatten().tolist()
+                if mesh is not None
+                else dist.get_process_group_ranks(process_group)
+            )
+        return self._sums[around]
+
+    def _sums_over(self, ranks: list[int]) -> "Sums | None":
+        """Sums over a group of our own, so that our calls and the wrapper's need no common order."""
+        if len(ranks) == 1:
+            return None
+        group = dist.new_group(ranks, timeout=_timeout(), use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return Sums(group, self.traffic)
+
+
+def _timeout() -> timedelta | None:
+    """The timeout that the user gave to init_process_group; a new group would fall back to torch's default."""
+    world = dist.group.WORLD
+    assert world is not None
+    options = world._get_backend(_device(world)).options
+    found: timedelta | None = getattr(options, "_timeout", None)
+    return found
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    return group._device_types[0]
+
+
+def _is_ddp(module: object) -> bool:
+    return dist.is_available() and isinstance(module, nn.parallel.DistributedDataParallel)
+
+
+def active_ddp() -> Any:
+    """The DistributedDataParallel whose forward is running; None outside of one."""
+    return nn.parallel.DistributedDataParallel._get_active_ddp_module()
+
+
+_told: set[str] = set()
+_seen: WeakSet[nn.Module] = WeakSet()
+
+
+def check_layer(layer: nn.Module, name: str, attached: bool) -> None:
+    """Look at a layer in its forward, on one of several ranks.
+
+    Warns once if its model is data-parallel and it solves inside backward.
+
+    Raises:
+        TypeError: the layer's parameters are spread over ranks while it computes.
+    """
+    for key, parameter in layer.named_parameters(recurse=False):
+        if mesh_of(parameter) is not None:
+            raise TypeError(
+                f"{name}: {key} is a DTensor in the layer's forward (tensor parallel), which proxprop does not solve "
+                "for: where ranks hold different features, S has blocks that no rank can form alone. Leave the layer "
+                "out with exclude=[...], or use fully_shard or DistributedDataParallel for it"
+            )
+    if not attached and (around := _data_parallel(layer)) and around not in _told:
+        _told.add(around)
+        warnings.warn(
+            f"{name}: under {around} each rank solves for its own share of the batch, and the average of their "
+            "solutions is not the direction of the whole batch. proxprop.attach(optimizer, model) solves for the "
+            "whole batch, whatever the number of ranks",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _data_parallel(layer: nn.Module) -> str:
+    """The name of what spreads the layer's batch over ranks; empty where nothing does."""
+    if active_ddp() is not None:
+        return "DistributedDataParallel"
+    if layer in _seen:
+        return ""
+    _seen.add(layer)
+    states = sys.modules.get("torch.distributed._composable_state")
+    roots = list(states._module_state_mapping) if states is not None else []
+    return "fully_shard" if any(layer is module for root in roots for module in root.modules()) else ""
+
+
+@dataclass
+class Traffic:
+    """What was sent, counted on this rank.
+
+    Attributes:
+        bytes: bytes handed to all-reduce; a ring puts `2·(ranks - 1)/ranks` times as many on the wire.
+        calls: all-reduces started.
+    """
+
+    bytes: int = 0
+    calls: int = 0
+
+
+class Sums:
+    """Sums tensors over a process group, in place.
+
+    All ranks must ask for the same shapes in the same order; a rank that has nothing to add brings zeros.
+
+    Args:
+        group: the ranks to sum over.
+        traffic: where to count what is sent.
+        limit: most bytes in one call.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, traffic: Traffic | None = None, limit: int = BUCKET_BYTES
+    ) -> None:
+        self.group, self.limit = group, limit
+        self.traffic = traffic or Traffic()
+
+    def start(self, tensors: Iterable[Tensor]) -> "Pending":
+        """Start to sum; the tensors may not be touched until they were waited for."""
+        tensors = list(tensors)
+        return Pending([self.send([tensors[i] for i in bucket]) for bucket in buckets(tensors, self.limit)])
+
+    def largest(self, flags: Tensor) -> Tensor:
+        """The largest of every entry over ranks, in place."""
+        with explained():
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+        return flags
+
+    def send(self, tensors: Sequence[Tensor]) -> "Bucket":
+        """Start to sum tensors of one type on one device, in one call."""
+        sizes = [packed_size(tensor.shape) for tensor in tensors]
+        flat = tensors[0].new_empty(sum(sizes))
+        for tensor, out in zip(tensors, flat.split(sizes), strict=True):
+            pack(tensor, out)
+        with explained():
+            work = dist.all_reduce(flat, group=self.group, async_op=True)
+        assert work is not None
+        self.traffic.bytes += flat.numel() * flat.element_size()
+        self.traffic.calls += 1
+        return Bucket(tensors, sizes, flat, work)
+
+
+@dataclass
+class Bucket:
+    """Tensors whose sum is on its way."""
+
+    tensors: Sequence[Tensor]
+    sizes: list[int]
+    flat: Tensor
+    work: dist.Work
+
+    def wait(self) -> Sequence[Tensor]:
+        """The tensors, once they hold the sum over ranks."""
+        with explained():
+            self.work.wait()
+        for tensor, packed in zip(self.tensors, self.flat.split(self.sizes), strict=True):
+            unpack(packed, tensor)
+        return self.tensors
+
+
+@dataclass
+class Pending:
+    """Sums on their way."""
+
+    buckets: list[Bucket]
+
+    def arrivals(self) -> Iterator[Tensor]:
+        """The tensors in the order they were given, each once its sum is there; later ones are still on their way."""
+        while self.buckets:
+            yield from self.buckets.pop(0).wait()
+
+
+class explained:
+    """Says what a failing collective means."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError):
+            raise RuntimeError(
+                f"rank {dist.get_rank()} of {dist.get_world_size()}: S could not be summed over ranks. Likely causes: "
+                "another rank has died or left its training loop, or it took another number of steps; see that "
+                f"rank's output first. torch says: {error}"
+            ) from error

@@ -1,0 +1,238 @@
+"""DistributedDataParallel: the same directions as one process with the concatenated batch."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from networks import NETWORKS
+from parity import assert_parity, mean_square, one_process, share, whole
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import proxprop
+from proxprop.deferred import Deferred
+from proxprop.packing import packed_size
+
+Wrapped = tuple[DistributedDataParallel, torch.optim.Optimizer, Deferred]
+
+
+def wrapped(network: str, **options: object) -> Wrapped:
+    model = DistributedDataParallel(NETWORKS[network].model(), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, proxprop.attach(optimizer, model)
+
+
+def one_step(network: str, **options: object) -> None:
+    """Forward, backward, step; twice, because DDP rebuilds its buckets after the first."""
+    model, optimizer, _ = wrapped(network, **options)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    for _ in range(2):
+        model.load_state_dict(start)
+        optimizer.zero_grad()
+        mean_square(model(share(whole(network)))).backward()
+        optimizer.step()
+        assert_parity(model, one_process(network))
+
+
+def attached_before_wrapping() -> None:
+    """A trainer may wrap the model after the user attached it."""
+    model = NETWORKS["exact"].model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    proxprop.attach(optimizer, model)
+    wrapper = DistributedDataParallel(model)
+    mean_square(wrapper(share(whole("exact")))).backward()
+    optimizer.step()
+    assert_parity(model, one_process("exact"))
+
+
+def solved_before_clipping() -> None:
+    """`proxprop.solve` before the step, which then has nothing left to solve."""
+    model, optimizer, _ = wrapped("exact")
+    mean_square(model(share(whole("exact")))).backward()
+    proxprop.solve(model)
+    assert_parity(model, one_process("exact"))
+    optimizer.step()
+    assert_parity(model, one_process("exact"))
+
+
+def accumulated(synchronised: bool) -> None:
+    """Micro-batches of different sizes, each weighted by its share of the rank's samples."""
+    model, optimizer, _ = wrapped("gradient")
+    mine = share(whole("gradient"))
+    parts = mine.split([1, 2, len(mine) - 3])
+    for index, part in enumerate(parts):
+        last = index == len(parts) - 1
+        with nullcontext() if synchronised or last else model.no_sync():
+            (len(part) / len(mine) * mean_square(model(part))).backward()
+    optimizer.step()
+    assert_parity(model, one_process("gradient"))
+
+
+def skipped_step() -> None:
+    """A gradient that was thrown away takes its S with it."""
+    for to_none in (True, False):
+        model, optimizer, _ = wrapped("exact")
+        mean_square(model(100 * share(whole("exact")))).backward()
+        optimizer.zero_grad(set_to_none=to_none)
+        mean_square(model(share(whole("exact")))).backward()
+        optimizer.step()
+        assert_parity(model, one_process("exact"))
+
+
+def two_optimizers() -> None:
+    model = DistributedDataParallel(NETWORKS["exact"].model())
+    *early, w, b = model.parameters()
+    optimizers = [torch.optim.SGD(early, lr=0.1), torch.optim.Adam([w, b], lr=0.1)]
+    proxprop.attach(optimizers, model)
+    mean_square(model(share(whole("exact")))).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_parity(model, one_process("exact"))
+
+
+class Forked(nn.Module):
+    """The second layer is used by even ranks only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor, use: bool) -> Tensor:
+        x = self.first(x).tanh()
+        return self.last(self.second(x).tanh() if use else x)
+
+
+def layer_unused_on_some_ranks() -> None:
+    """S of a layer comes from the ranks that used it."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return proxprop.convert(Forked().double(), proxprop.Exact(), tau_theta=0.5)
+
+    def loss(model: nn.Module, rank: int) -> Tensor:
+        return mean_square(model(whole("exact").chunk(dist.get_world_size())[rank], rank % 2 == 0))
+
+    model = DistributedDataParallel(build(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    proxprop.attach(optimizer, model)
+    alone = build()
+    reference = torch.optim.SGD(alone.parameters(), lr=0.0)
+    proxprop.attach(reference, alone)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(model, dist.get_rank()).backward()
+        optimizer.step()
+    sum(loss(alone, rank) for rank in range(dist.get_world_size())).div(dist.get_world_size()).backward()
+    reference.step()
+    assert_parity(model, {name: p.grad for name, p in alone.named_parameters()})
+
+
+def uneven_inputs(divide_by_initial: bool) -> None:
+    """Rank r has r + 1 batches: in step k the ranks that still have one take part, the others bring nothing."""
+    model, optimizer, attached = wrapped("exact")
+    batches = whole("exact").chunk(dist.get_world_size() * 2)
+    mine = [batches[dist.get_rank() + i] for i in range(dist.get_rank() + 1)]
+    ranks = dist.get_world_size()
+    with Join([model, attached], divide_by_initial_world_size=divide_by_initial):
+        for step, batch in enumerate(mine):
+            optimizer.zero_grad()
+            start = {name: value.clone() for name, value in model.module.state_dict().items()}
+            mean_square(model(batch)).backward()
+            optimizer.step()
+            active = range(step, ranks)
+            divisor = ranks if divide_by_initial else len(active)
+            taken = torch.cat([batches[rank + step] for rank in active])
+            alone = NETWORKS["exact"].model()
+            alone.load_state_dict(start)
+            parts = alone(taken).chunk(len(active))
+            sum(mean_square(part) for part in parts).div(divisor).backward()
+            assert_parity(model, {name: p.grad for name, p in alone.named_parameters()})
+
+
+def join_without_the_attachment_is_refused() -> None:
+    model, _, _ = wrapped("exact")
+    message = ""
+    try:
+        with model.join():
+            mean_square(model(share(whole("exact")))).backward()
+    except RuntimeError as error:
+        message = str(error)
+    assert "Join([model, attached])" in message, message
+
+
+def unequal_shares(weighted: bool) -> None:
+    """Rank r has r + 2 samples. DDP averages the ranks' means; weights make that the mean over all samples."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    sizes = [r + 2 for r in range(ranks)]
+    batch = whole("exact", sum(sizes))
+    model, optimizer, _ = wrapped("exact")
+    weight = ranks * sizes[rank] / sum(sizes) if weighted else 1.0
+    (weight * mean_square(model(batch.split(sizes)[rank]))).backward()
+    optimizer.step()
+
+    def loss(output: Tensor) -> Tensor:
+        if weighted:
+            return mean_square(output)
+        return sum(mean_square(part) for part in output.split(sizes)) / ranks
+
+    assert_parity(model, one_process("exact", loss, sum(sizes)))
+
+
+def bytes_are_counted() -> None:
+    """One step sends the triangle of every S once, in one call where they fit into a bucket."""
+    model, optimizer, attached = wrapped("exact")
+    mean_square(model(share(whole("exact")))).backward()
+    optimizer.step()
+    expected = 8 * (packed_size((1, 7, 7)) + packed_size((1, 8, 8)))
+    assert attached.bytes_sent == expected
+    assert attached.reduction.ranks.traffic.calls == 1
+
+
+def sent_while_backward_runs() -> None:
+    """With small buckets, S of the last layer is on its way before backward has reached the first."""
+    model, _, attached = wrapped("exact")
+    attached.reduction.ranks.sums(model.module[0].weight).limit = 1
+    seen, traffic = [], attached.reduction.ranks.traffic
+    model.module[0].register_full_backward_hook(lambda *_: seen.append(traffic.calls))
+    mean_square(model(share(whole("exact")))).backward()
+    assert seen == [1], seen
+    assert traffic.calls == 2
+
+
+def warned_once_in_immediate_mode() -> None:
+    """Averages of local solutions are another algorithm, and the user hears of it once."""
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model = DistributedDataParallel(NETWORKS["exact"].model())
+            mean_square(model(share(whole("exact")))).backward()
+    told = [str(w.message) for w in caught if "proxprop.attach" in str(w.message)]
+    assert len(told) == 1, told
+
+
+CASES: dict[str, Callable[[], None]] = {
+    **{f"ddp-{name}": partial(one_step, name) for name in NETWORKS},
+    "ddp-static-graph": partial(one_step, "exact", static_graph=True),
+    "ddp-bucket-view": partial(one_step, "exact", gradient_as_bucket_view=True),
+    "ddp-small-buckets": partial(one_step, "convnet", bucket_cap_mb=0.0001),
+    "ddp-wrapped-later": attached_before_wrapping,
+    "ddp-solve": solved_before_clipping,
+    "ddp-no-sync": partial(accumulated, synchronised=False),
+    "ddp-accumulate": partial(accumulated, synchronised=True),
+    "ddp-skipped-step": skipped_step,
+    "ddp-two-optimizers": two_optimizers,
+    "ddp-unused": layer_unused_on_some_ranks,
+    "ddp-join": partial(uneven_inputs, divide_by_initial=True),
+    "ddp-join-divide": partial(uneven_inputs, divide_by_initial=False),
+    "ddp-join-refused": join_without_the_attachment_is_refused,
+    "ddp-unequal": partial(unequal_shares, weighted=False),
+    "ddp-unequal-weighted": partial(unequal_shares, weighted=True),
+    "ddp-bytes": bytes_are_counted,
+    "ddp-overlap": sent_while_backward_runs,
+    "ddp-immediate-warns": warned_once_in_immediate_mode,
+}

@@ -1,0 +1,143 @@
+"""FSDP2: the same directions as one process, each rank solving for the rows it owns; tensor parallel is refused."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from networks import NETWORKS
+from parity import assert_parity, mean_square, one_process, share, whole
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import proxprop
+from proxprop.deferred import operator
+
+
+def mesh(hybrid: bool = False) -> DeviceMesh:
+    """All ranks in a row, or two rows of them that hold the same shards."""
+    ranks = dist.get_world_size()
+    if hybrid:
+        return init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (ranks,))
+
+
+def sharded(network: str, hybrid: bool = False, **options: object) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Every layer a unit of its own, then the rest."""
+    model = NETWORKS[network].model()
+    options["mesh"] = mesh(hybrid)
+    for module in model.children():
+        if next(module.parameters(), None) is not None:
+            fully_shard(module, **options)
+    fully_shard(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    proxprop.attach(optimizer, model)
+    return model, optimizer
+
+
+def one_step(network: str, **options: object) -> None:
+    model, optimizer = sharded(network, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+        mean_square(model(share(whole(network)))).backward()
+    optimizer.step()
+    assert_parity(model, one_process(network))
+
+
+def offloaded(network: str) -> None:
+    one_step(network, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def cut_by_features() -> None:
+    """A weight that the user has sharded along its inputs is gathered, solved and cut again."""
+    one_step("even", shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else Shard(0))
+
+
+def accumulated() -> None:
+    """Gradients are reduced in the last of three micro-batches."""
+    model, optimizer = sharded("gradient")
+    mine = share(whole("gradient"))
+    parts = mine.split([1, 2, len(mine) - 3])
+    for index, part in enumerate(parts):
+        model.set_requires_gradient_sync(index == len(parts) - 1)
+        (len(part) / len(mine) * mean_square(model(part))).backward()
+    optimizer.step()
+    assert_parity(model, one_process("gradient"))
+
+
+def own_rows_only() -> None:
+    """No rank is given more columns of B than it has rows of the weight."""
+    model, optimizer = sharded("exact")
+    mean_square(model(share(whole("exact")))).backward()
+    solved: list[int] = []
+    original = operator.SolveOnce.apply
+
+    def recorded(self: operator.SolveOnce, B: Tensor) -> object:
+        solved.append(B.shape[-1])
+        return original(self, B)
+
+    with mock.patch.object(operator.SolveOnce, "apply", recorded):
+        optimizer.step()
+    rows = [model[i].weight.to_local().shape[0] for i in (0, 2)]
+    assert sorted(solved) == sorted(rows), (solved, rows)
+
+
+def two_steps_with_adam() -> None:
+    """Parameters after two steps are those of one process."""
+    model, _ = sharded("exact")
+    proxprop.detach(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    proxprop.attach(optimizer, model)
+    alone = NETWORKS["exact"].model()
+    reference = torch.optim.AdamW(alone.parameters(), lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        mean_square(model(share(whole("exact")))).backward()
+        optimizer.step()
+        reference.zero_grad()
+        mean_square(alone(whole("exact"))).backward()
+        reference.step()
+    for found, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(found.full_tensor(), expected, rtol=1e-9, atol=1e-12)
+
+
+def warned_once_in_immediate_mode() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model = NETWORKS["exact"].model()
+            fully_shard(model, mesh=mesh())
+            mean_square(model(share(whole("exact")))).backward()
+    told = [str(w.message) for w in caught if "proxprop.attach" in str(w.message)]
+    assert len(told) <= 1, told  # DDP's case may have told already
+
+
+def tensor_parallel_is_refused(style: str) -> None:
+    """A layer whose weight is spread during its forward is named, with what to do."""
+    model = NETWORKS["even"].model()
+    plans = {"colwise": {"0": ColwiseParallel()}, "rowwise": {"2": RowwiseParallel()}}
+    rows = {"colwise": "0", "rowwise": "2"}
+    parallelize_module(model, mesh(), plans[style])
+    with pytest.raises(TypeError, match=rf"^{rows[style]}: weight is .*tensor parallel.*exclude"):
+        model(whole("even"))
+
+
+CASES: dict[str, Callable[[], None]] = {
+    **{f"fsdp-{name}": partial(one_step, name) for name in NETWORKS},
+    **{f"fsdp-offload-{name}": partial(offloaded, name) for name in ("exact", "convnet")},
+    "fsdp-features": cut_by_features,
+    "fsdp-accumulate": accumulated,
+    "fsdp-own-rows": own_rows_only,
+    "fsdp-two-steps": two_steps_with_adam,
+    "fsdp-immediate-warns": warned_once_in_immediate_mode,
+    "fsdp-hybrid": partial(one_step, "convnet", hybrid=True),
+    "fsdp-hybrid-cg": partial(one_step, "cg", hybrid=True),
+    "tensor-parallel-colwise": partial(tensor_parallel_is_refused, "colwise"),
+    "tensor-parallel-rowwise": partial(tensor_parallel_is_refused, "rowwise"),
+}

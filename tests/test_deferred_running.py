@@ -1,0 +1,351 @@
+"""Running averages of S: the stated formulas, the stated error of sampled rows, and a state that resumes exactly."""
+
+import copy
+import io
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+import proxprop
+from cases import randn, relative_error
+from proxprop import CG, Exact, Running
+from proxprop.solve import Solver
+from test_deferred import Tied
+from training import assert_same, images, loss_of, plain_model, small_model
+
+works = pytest.mark.compatibility
+SOLVERS = pytest.mark.parametrize("solver", [Exact(), CG(2)], ids=str)
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    """Batches of different sizes and scales: inputs and G."""
+    return [(randn(5 + 2 * i, 4, seed=i) * (1 + i), randn(5 + 2 * i, 3, seed=50 + i)) for i in range(count)]
+
+
+def stepped(layer: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, G: Tensor) -> Tensor:
+    """The direction of one step, weight above bias, as `[features, outputs]`."""
+    optimizer.zero_grad()
+    for part in (slice(0, 2), slice(2, None)):
+        layer(x[part]).backward(G[part])
+    optimizer.step()
+    return torch.cat([layer.weight.grad.T, layer.bias.grad[None]])
+
+
+def attached(solver: Solver, running: Running, **settings) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    layer = proxprop.nn.Linear(4, 3, solver=solver, dtype=torch.float64, **settings)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    proxprop.attach(optimizer, layer, running=running)
+    return layer, optimizer
+
+
+def rows(x: Tensor) -> Tensor:
+    return torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
+
+
+def stated(C: Tensor, B: Tensor, damping: float, solver: Solver) -> Tensor:
+    c = C.diagonal().mean()
+    eye = torch.eye(len(C), dtype=C.dtype)
+    if isinstance(solver, Exact):
+        return (1 + damping) * c * torch.linalg.solve(damping * c * eye + C, B)
+    return (1 + damping) * c * solver.features(C[None], B[None], float(damping * c)).value[0]
+
+
+@works("Running averages of S (`running=Running(...)`)", mode="deferred")
+@SOLVERS
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("damping", [0.1, 1.0])
+def test_the_direction_is_the_stated_one(solver: Solver, every: int, damping: float) -> None:
+    layer, optimizer = attached(solver, Running(decay=0.8, every=every, damping=damping))
+    S, N = torch.zeros(5, 5, dtype=torch.float64), 0.0
+    for step, (x, G) in enumerate(batches(5)):
+        found = stepped(layer, optimizer, x, G)
+        A = rows(x)
+        S, N = 0.8 * S + A.T @ A, 0.8 * N + len(x)
+        if step % every == 0:
+            C = S / N
+        assert relative_error(found, stated(C, A.T @ G, damping, solver)) < 1e-9
+
+
+@works("Running averages of S (`running=Running(...)`)", mode="deferred")
+@SOLVERS
+@pytest.mark.parametrize("scaling", ["paper", "gradient"])
+def test_without_memory_and_damping_of_its_own_it_is_plain_deferred_mode(
+    solver: Solver, scaling: str
+) -> None:
+    settings = {"tau_theta": 0.7, "scaling": scaling}
+    layer, optimizer = attached(solver, Running(decay=0.0, every=1, damping=None), **settings)
+    plain = proxprop.nn.Linear(4, 3, solver=solver, dtype=torch.float64, **settings)
+    for x, G in batches(3):
+        found = stepped(layer, optimizer, x, G)
+        plain.zero_grad()
+        plain(x).backward(G)
+        assert relative_error(found[:4].T, plain.weight.grad) < 1e-9
+        assert relative_error(found[4], plain.bias.grad) < 1e-9
+
+
+def test_the_gradients_scale_is_kept() -> None:
+    """B itself where C is a multiple of the identity, and in the limit of large damping; scale of inputs drops out."""
+    torch.manual_seed(0)
+    isotropic = torch.linalg.qr(randn(8, 4, seed=1))[0] * 3
+    for solver, damping, x, tolerance in [
+        (Exact(), 0.1, isotropic, 1e-12),
+        (CG(1), 0.5, isotropic, 1e-12),
+        (Exact(), 1e9, randn(8, 4, seed=2), 1e-7),
+    ]:
+        layer = proxprop.nn.Linear(4, 3, bias=False, solver=solver, dtype=torch.float64)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+        proxprop.attach(optimizer, layer, running=Running(damping=damping))
+        G = randn(8, 3, seed=3)
+        layer(x).backward(G)
+        optimizer.step()
+        assert relative_error(layer.weight.grad, G.T @ x) < tolerance
+
+
+def test_a_learning_rate_stays_stable() -> None:
+    """The largest eigenvalue of the preconditioned quadratic is at most (1 + ρ)·c, no more than BackProp's."""
+    A = randn(50, 6, seed=1) @ torch.diag(torch.tensor([10.0, 3, 1, 1, 0.1, 0.01], dtype=torch.float64))
+    C = A.T @ A / 50
+    for damping in (0.1, 0.3, 1.0):
+        c = C.diagonal().mean()
+        P = (1 + damping) * c * torch.linalg.inv(damping * c * torch.eye(6).double() + C)
+        largest = float(torch.linalg.eigvals(P @ C).real.max())
+        assert largest <= float((1 + damping) * c)
+        assert largest < float(torch.linalg.eigvalsh(C)[-1])
+
+
+@works("Running averages of S (`running=Running(...)`)", mode="deferred")
+def test_layers_of_every_kind_train_on_running_averages() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Embedding(7, 4), nn.LayerNorm(4), nn.Conv1d(3, 4, 2, groups=1), nn.Flatten(), nn.Linear(12, 2)
+    )
+    model = proxprop.convert(model.double(), Exact(), kinds="all", include_last=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    proxprop.attach(optimizer, model, running=Running(every=3))
+    input = torch.randint(7, (10, 3), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (model(input) - randn(10, 2, seed=1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@works("Tied weights", mode="deferred")
+def test_tied_layers_average_their_sum() -> None:
+    model = proxprop.convert(Tied("own"), Exact())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    handle = proxprop.attach(optimizer, model, running=Running(decay=0.0, every=1, damping=None))
+    immediate = proxprop.convert(Tied("own"), Exact())
+    again = torch.optim.SGD(immediate.parameters(), lr=0.0)
+    proxprop.attach(again, immediate)
+    for each in (optimizer, again):
+        (model if each is optimizer else immediate)(randn(6, 4, seed=1)).sum().backward()
+        each.step()
+    assert_same(
+        {n: p.grad for n, p in model.named_parameters()},
+        {n: p.grad for n, p in immediate.named_parameters()},
+        tolerance=1e-9,
+    )
+    assert {"first.S", "second.S", "first.steps"} <= handle.state_dict().keys()
+
+
+def test_a_step_that_overflowed_does_not_stay_in_the_average() -> None:
+    layer, optimizer = attached(Exact(), Running(decay=0.8, every=1))
+    clean, clean_optimizer = attached(Exact(), Running(decay=0.8, every=1))
+    for i, (x, G) in enumerate(batches(3)):
+        if i == 1:
+            broken = x.clone()
+            broken[0, 0] = float("inf")
+            optimizer.zero_grad()
+            layer(broken).backward(G)
+            proxprop.solve(layer)
+            continue
+        found, expected = stepped(layer, optimizer, x, G), stepped(clean, clean_optimizer, x, G)
+        assert relative_error(found, expected) < 1e-12
+
+
+SAMPLED = [
+    ("linear", lambda: nn.Linear(4, 2), (60, 4)),
+    ("linear-no-bias", lambda: nn.Linear(4, 2, bias=False), (5, 12, 4)),
+    ("conv", lambda: nn.Conv2d(2, 2, 2, stride=(1, 2), padding=1, dilation=1), (3, 2, 4, 5)),
+    ("conv-groups", lambda: nn.Conv1d(4, 2, 3, groups=2, padding=1, padding_mode="reflect"), (4, 4, 9)),
+    ("conv-transposed", lambda: nn.ConvTranspose1d(2, 2, 3, stride=2), (4, 2, 5)),
+    ("bilinear", lambda: nn.Bilinear(2, 3, 2), (40, 2)),
+]
+
+
+def grams(case: str, handle, layer: nn.Module, input: Tensor) -> Tensor:
+    """What one backward pass adds to S."""
+    layer.zero_grad()
+    inputs = (input, input.repeat(1, 2)[:, :3]) if case == "bilinear" else (input,)
+    layer(*inputs).sum().backward()
+    return handle.systems[0].S.clone()
+
+
+@works("Sampled rows (`Running(rows=...)`)", status="approximate", mode="deferred",
+       note="an unbiased estimate of S with mean square error `N²/rows·(1 − rows/N)·s²`, s² the variance of `aaᵀ` over rows")  # fmt: skip
+@pytest.mark.parametrize(("case", "make", "shape"), SAMPLED, ids=[case for case, *_ in SAMPLED])
+def test_sampled_rows_estimate_s_without_bias_and_with_the_stated_error(case, make, shape) -> None:
+    torch.manual_seed(0)
+    plain = make().double()
+    input = randn(*shape, seed=1)
+    layers = [
+        proxprop.convert(copy.deepcopy(plain), Exact(), include_last=True, kinds="all") for _ in range(2)
+    ]
+    handles = [
+        proxprop.attach(torch.optim.SGD(layer.parameters(), lr=0.0), layer, running=Running(rows=count))
+        for layer, count in zip(layers, (None, 7), strict=True)
+    ]
+    S = grams(case, handles[0], layers[0], input)
+    samples = float(handles[0].systems[0].samples)
+    estimates = torch.stack([grams(case, handles[1], layers[1], input) for _ in range(1500)])
+    single = single_rows(case, plain, input)
+    spread = ((single - S / samples) ** 2).sum() / (samples - 1)
+    error = samples**2 / 7 * (1 - 7 / samples) * float(spread)
+    measured = float(((estimates - S) ** 2).sum((1, 2, 3)).mean())
+    assert measured == pytest.approx(error, rel=0.15)
+    assert float((estimates.mean(0) - S).norm()) < 4 * (error / 1500) ** 0.5
+    assert float(handles[1].systems[0].samples) == samples
+
+
+def single_rows(case: str, plain: nn.Module, input: Tensor) -> Tensor:
+    """`aaᵀ` of every sample of a call, `[samples, groups, features, features]`."""
+    seen = []
+    layer = proxprop.convert(copy.deepcopy(plain), Exact(), include_last=True, kinds="all")
+    layer._observer = lambda transfer, *_: seen.append(transfer)
+    inputs = (input, input.repeat(1, 2)[:, :3]) if case == "bilinear" else (input,)
+    layer(*inputs).sum().backward()
+    A = seen[0].rows()
+    if seen[0].bias:
+        A = torch.cat([A, torch.ones_like(A[..., :1])], -1)
+    return (A[..., :, None] * A[..., None, :]).transpose(0, 1)
+
+
+def test_sampling_is_repeatable_and_leaves_torchs_random_state_alone() -> None:
+    found = []
+    for _ in range(2):
+        layer, optimizer = attached(Exact(), Running(rows=3))
+        torch.manual_seed(5)
+        found.append(torch.stack([stepped(layer, optimizer, x, G) for x, G in batches(3)]))
+        drawn = torch.rand(())
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(()))
+    assert torch.equal(*found)
+
+
+def training(running: Running, solver: Solver | None = None):
+    model = small_model(solver or Exact(), torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    return model, optimizer, proxprop.attach(optimizer, model, running=running)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> None:
+    for seed in seeds:
+        optimizer.zero_grad()
+        for part in images(dtype=torch.float32, seed=seed).split(4):
+            loss_of(model, part).backward()
+        optimizer.step()
+
+
+@works("Checkpoints of running averages, also through `torch.distributed.checkpoint`", mode="deferred")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("through", ["torch.save", "distributed checkpoint"])
+@SOLVERS
+def test_a_resumed_run_equals_one_that_went_on(through: str, solver: Solver, tmp_path: Path) -> None:
+    running = Running(decay=0.9, every=3, rows=5)
+    model, optimizer, handle = training(running, solver)
+    steps(model, optimizer, range(4))  # one step after a refresh
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "proxprop": handle.state_dict(),
+    }
+    buffer = io.BytesIO()
+    if through == "torch.save":
+        torch.save(state, buffer)
+    else:
+        dcp.save(
+            {"model": state["model"], "proxprop": state["proxprop"]}, checkpoint_id=tmp_path, no_dist=True
+        )
+        torch.save({"optimizer": state["optimizer"]}, buffer)
+    steps(model, optimizer, range(4, 9))
+    resumed, resumed_optimizer, resumed_handle = training(running, solver)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=True)
+    if through != "torch.save":
+        loaded |= {"model": resumed.state_dict(), "proxprop": resumed_handle.state_dict()}
+        held = {"model": loaded["model"], "proxprop": loaded["proxprop"]}
+        dcp.load(held, checkpoint_id=tmp_path, no_dist=True)
+        loaded |= held
+    resumed.load_state_dict(loaded["model"])
+    resumed_optimizer.load_state_dict(loaded["optimizer"])
+    resumed_handle.load_state_dict(loaded["proxprop"])
+    steps(resumed, resumed_optimizer, range(4, 9))
+    for one, other in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
+    ours, theirs = handle.state_dict(), resumed_handle.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_the_state_is_a_plain_dict_of_tensors_by_layer_names() -> None:
+    model, optimizer, handle = training(Running())
+    names = {f"{layer}.{key}" for layer in ("0", "3") for key in ("S", "samples", "steps", "kept")}
+    assert handle.state_dict().keys() == names  # zeros before the first step, for loaders that fill in place
+    steps(model, optimizer, range(1))
+    assert handle.state_dict().keys() == names
+    assert all(isinstance(value, Tensor) for value in handle.state_dict().values())
+    assert int(handle.state_dict()["0.steps"]) == 1
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    _, _, handle = training(Running())
+    state = handle.state_dict()
+    with pytest.raises(ValueError, match=r"the state has no '3\.S'"):
+        handle.load_state_dict({key: value for key, value in state.items() if key != "3.S"})
+    with pytest.raises(ValueError, match=r"the state has '9\.S', which this model has no use for"):
+        handle.load_state_dict({**state, "9.S": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"'0\.S' should have shape \[1, 10, 10\] but has \[1, 2, 2\]"):
+        handle.load_state_dict({**state, "0.S": torch.zeros(1, 2, 2)})
+
+
+def test_a_handle_without_running_averages_has_no_state() -> None:
+    model = small_model()
+    handle = proxprop.attach(torch.optim.SGD(model.parameters(), lr=0.0), model)
+    assert handle.state_dict() == {}
+    handle.load_state_dict({})
+    with pytest.raises(ValueError, match=r"keeps no running averages: attach with running="):
+        handle.load_state_dict({"0.S": torch.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decay": 1.0}, "decay should be at least 0 and less than 1 but is 1.0"),
+        ({"decay": -0.1}, "decay should be"),
+        ({"every": 0}, "every should be a whole number of at least 1 but is 0"),
+        ({"every": 2.5}, "every should be a whole number"),
+        ({"rows": 0}, "rows should be a whole number of at least 1 but is 0"),
+        ({"damping": 0.0}, "damping should be > 0 and finite, or None, but is 0.0"),
+        ({"damping": float("inf")}, "damping should be"),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Running(**options)
+
+
+def test_the_first_layer_of_a_model_on_meta_has_a_state_too() -> None:
+    with torch.device("meta"):
+        model = proxprop.convert(plain_model(torch.float32), Exact())
+    handle = proxprop.attach(torch.optim.SGD(model.parameters(), lr=0.0), model, running=Running())
+    assert handle.state_dict()["0.S"].is_meta
