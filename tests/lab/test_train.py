@@ -27,7 +27,7 @@ def outcome(folder):
     return [(folder / name).read_bytes() for name in ("weights.safetensors", "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("solver", ["backprop", "cg:2", "exact"])
+@pytest.mark.parametrize("solver", ["backprop", "cg:2", "exact", "running:3", "published:2"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "muon"])
 def test_every_method_learns(tmp_path, small, solver, optimizer):
     record = train(replace(small, solver=solver, optimizer=optimizer, lr=0.03, epochs=12), tmp_path / "run")
@@ -135,9 +135,10 @@ def stop_after(steps):
     return Stop()
 
 
+@pytest.mark.parametrize("solver", ["cg:2", "running:3"])
 @pytest.mark.parametrize("steps", [1, 4, 5, 14])
-def test_ctrl_c_stops_after_the_step_and_resumes(tmp_path, small, steps):
-    config = replace(small, solver="cg:2", log_steps=1)
+def test_ctrl_c_stops_after_the_step_and_resumes(tmp_path, small, steps, solver):
+    config = replace(small, solver=solver, log_steps=1)
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(Interrupted, match=f"stopped after step {steps} in"):
         train(config, tmp_path / "run", watch=stop_after(steps))

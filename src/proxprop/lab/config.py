@@ -35,7 +35,8 @@ class Config:
         optimizer: sgd (Nesterov), adam, adamw, muon.
         lr: the optimizer's learning rate, the paper's τ.
         momentum: of sgd and muon.
-        solver: backprop, cg:K, exact, or published:K (the paper's released iteration, see `lab.published`).
+        solver: backprop, cg:K, exact, running:K (S averaged over steps and inverted every K of them, damping 1/τ_θ
+            relative to its mean diagonal), or published:K (the paper's released iteration, see `lab.published`).
         tau_theta: the proximal step size τ_θ; unused by backprop.
         batch_size: samples per step.
         epochs: passes over the training set.

@@ -28,6 +28,7 @@ OPTIMIZER_RATES = {
     ("adam", 0.95): (0.0001, 0.001, 0.01),
 }
 TAU_THETAS = (0.001, 0.01, 0.05, 0.1, 1.0, 10.0, 100.0)
+MUON_RATES = (0.001, 0.003, 0.01)
 BATCH_SIZES = (50, 150, 500, 1500, 5000)
 
 # Half-decade steps, wide enough that every method has both too small and too large a step in it.
@@ -88,6 +89,15 @@ def batches(base: Config) -> list[Config]:
     return [config for size in BATCH_SIZES for config in _against_backprop(replace(mlp, batch_size=size))]
 
 
+def muon(base: Config) -> list[Config]:
+    """The MLP for ten epochs under Muon, fed by BackProp, by exact directions and by those of a running S."""
+    mlp = replace(_short(_paper_mlp(base)), optimizer="muon")
+    taus = {"backprop": 1.0, "exact": 1.0, "running:10": 1 / 0.3}
+    return [
+        replace(mlp, lr=lr, solver=solver, tau_theta=tau) for lr in MUON_RATES for solver, tau in taus.items()
+    ]
+
+
 def _paper_mlp(base: Config) -> Config:
     """The paper's MLP and its optimizer."""
     return replace(base, model="mlp", hidden=PAPER_WIDTHS, optimizer="sgd", momentum=0.95, batch_size=500)
@@ -112,6 +122,7 @@ BEYOND: dict[str, Callable[[Config], list[Config]]] = {
     "optimizers": optimizers,
     "tau_theta": tau_theta,
     "batches": batches,
+    "muon": muon,
 }
 EXPERIMENTS = PAPER | BEYOND
 

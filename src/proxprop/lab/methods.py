@@ -12,12 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 import proxprop
+from proxprop.deferred import Deferred
 from proxprop.lab import published
 from proxprop.lab.config import Config
 from proxprop.lab.refusal import Refused, one_of
 
 Prepare = Callable[[nn.Module], nn.Module]
 MakeOptimizers = Callable[[nn.Module], list[Optimizer]]
+Attach = Callable[[list[Optimizer], nn.Module], Deferred | None]
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,13 @@ class Method:
         name: for people, "ProxProp cg3".
         prepare: takes the fresh model, returns the model to train.
         optimizers: takes the prepared model, returns the optimizers that step together.
+        attach: takes both, returns what was attached to them; None for a method that solves inside backward.
     """
 
     name: str
     prepare: Prepare
     optimizers: MakeOptimizers
+    attach: Attach
 
 
 def method(config: Config) -> Method:
@@ -44,14 +48,15 @@ def method(config: Config) -> Method:
     family, _, argument = config.solver.partition(":")
     one_of("solver", family, FAMILIES)
     prepare = FAMILIES[family](argument, config)
-    return Method(solver_name(config.solver), prepare, OPTIMIZERS[config.optimizer](config))
+    attach = _running_averages(config) if family == "running" else _nothing_attached
+    return Method(solver_name(config.solver), prepare, OPTIMIZERS[config.optimizer](config), attach)
 
 
 def solver_name(solver: str) -> str:
     """A solver's name for people; a peer goes by its own.
 
-    >>> [solver_name(s) for s in ("backprop", "cg:10", "exact", "published:3", "kfac")]
-    ['BackProp', 'ProxProp cg10', 'ProxProp exact', 'published cg3', 'kfac']
+    >>> [solver_name(s) for s in ("backprop", "cg:10", "exact", "published:3", "running:10", "kfac")]
+    ['BackProp', 'ProxProp cg10', 'ProxProp exact', 'published cg3', 'ProxProp running10', 'kfac']
     """
     if is_proximal(solver):
         return f"ProxProp {solver.replace(':', '')}"
@@ -62,7 +67,7 @@ def solver_name(solver: str) -> str:
 
 def is_proximal(solver: str) -> bool:
     """Whether a solver is one of this library's own."""
-    return solver.partition(":")[0] in ("cg", "exact")
+    return solver.partition(":")[0] in ("cg", "exact", "running")
 
 
 def _backprop(argument: str, config: Config) -> Prepare:
@@ -85,6 +90,22 @@ def _published(argument: str, config: Config) -> Prepare:
     return lambda model: published.convert(model, steps, config.tau_theta)
 
 
+def _running(argument: str, config: Config) -> Prepare:
+    _iterations("running", argument)
+    return lambda model: _convert(model, proxprop.Exact(), config)
+
+
+def _running_averages(config: Config) -> Attach:
+    """S averaged over steps and inverted every so many, with damping 1/τ_θ relative to S's mean diagonal."""
+    every = int(config.solver.partition(":")[2])
+    running = proxprop.Running(every=every, damping=1 / config.tau_theta)
+    return lambda optimizers, model: proxprop.attach(optimizers, model, running=running)
+
+
+def _nothing_attached(optimizers: list[Optimizer], model: nn.Module) -> None:
+    """Immediate mode, and BackProp."""
+
+
 def _convert(model: nn.Module, solver: proxprop.CG | proxprop.Exact, config: Config) -> nn.Module:
     try:
         return proxprop.convert(model, solver, tau_theta=config.tau_theta)
@@ -93,9 +114,10 @@ def _convert(model: nn.Module, solver: proxprop.CG | proxprop.Exact, config: Con
 
 
 def _iterations(family: str, argument: str) -> int:
+    counted = "steps" if family == "running" else "iterations"
     if not (argument.isascii() and argument.isdigit() and int(argument) >= 1):
         raise Refused(
-            f"solver {family} should be {family}:K with K >= 1 iterations, like {family}:3, "
+            f"solver {family} should be {family}:K with K >= 1 {counted}, like {family}:3, "
             f"but is '{family}:{argument}'"
         )
     return int(argument)
@@ -158,6 +180,7 @@ FAMILIES: dict[str, Callable[[str, Config], Prepare]] = {
     "cg": _cg,
     "exact": _exact,
     "published": _published,
+    "running": _running,
 }
 OPTIMIZERS: dict[str, Callable[[Config], MakeOptimizers]] = {
     "sgd": _sgd,

@@ -38,15 +38,23 @@ class Steps:
         samples: the training samples, on the same device.
         batch_size: the usual number of samples in a step.
         precision: fp32, tf32 or bf16.
+        capture: whether steps are all alike, as a graph needs them; not where some steps do more than others.
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: list[Optimizer], samples: Split, batch_size: int, precision: str
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        samples: Split,
+        batch_size: int,
+        precision: str,
+        capture: bool,
     ) -> None:
         self._model, self._optimizers, self._precision = model, optimizers, precision
         self._samples, self._size, self._taken = samples, batch_size, 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        if samples.labels.is_cuda:
+        self._captures = capture and samples.labels.is_cuda
+        if self._captures:
             self._stream = torch.cuda.Stream()
             self._batch = torch.zeros(batch_size, dtype=torch.int64, device=samples.labels.device)
 
@@ -59,7 +67,7 @@ class Steps:
         Returns:
             The mini-batch loss; valid until the next step.
         """
-        if not batch.is_cuda:
+        if not self._captures:
             return self._take(batch)
         if len(batch) != self._size or self._taken < WARMING:
             return self._take_aside(batch)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from proxprop.lab import devices, models
 from proxprop.lab.config import Config
@@ -19,7 +18,7 @@ from proxprop.lab.measure import cosines, measure
 from proxprop.lab.methods import Method, method
 from proxprop.lab.plan import layer_rows
 from proxprop.lab.records import Record, Run, read
-from proxprop.lab.records.checkpoint import Checkpoint, pack, unpack
+from proxprop.lab.records.checkpoint import Checkpoint, Trained, pack, unpack
 from proxprop.lab.refusal import Interrupted
 from proxprop.lab.step import Steps
 from proxprop.lab.watch import TensorBoard, Watch, default
@@ -101,15 +100,18 @@ def _train(
     torch.manual_seed(config.seed)
     model = chosen.prepare(models.build(config, dataset.shape, dataset.classes).to(device))
     optimizers = chosen.optimizers(model)
+    attached = chosen.attach(optimizers, model)
+    trained = Trained(model, optimizers, attached)
     generator = torch.Generator(device).manual_seed(config.seed)
     samples = dataset.train
     steps_per_epoch = -(-len(samples) // config.batch_size)
 
     run.write_plan(layer_rows(model, samples.inputs[: config.batch_size]))
-    place, notes = _resumed(run, model, optimizers, device)
+    place, notes = _resumed(run, trained, device)
     if place is None:
         place = Place(batch_loss=torch.zeros((), device=device), order=generator.get_state())
-    take_step = Steps(model, optimizers, samples, config.batch_size, config.precision)
+    capture = attached is None  # running averages are inverted in some steps only
+    take_step = Steps(model, optimizers, samples, config.batch_size, config.precision, capture)
     run.begin_rows(place.metrics, place.timing)
     watchers: list[Watch] = [watch, *([TensorBoard(run.folder)] if config.tensorboard else [])]
     for watcher in watchers:
@@ -137,7 +139,7 @@ def _train(
                     watcher.step(place.total, loss)
                 if flag.raised or devices.now() - saved >= config.checkpoint_seconds:
                     place.seconds += devices.wait(device) - clock
-                    _saved(run, place, model, optimizers, device)
+                    _saved(run, place, trained, device)
                     saved = clock = devices.wait(device)
                 if flag.raised:
                     raise Interrupted(run.folder, place.total)
@@ -167,7 +169,8 @@ def _measured(run: Run, place: Place, model: nn.Module, dataset: Dataset, watche
     row: dict[str, Any] = {"kind": "epoch", "epoch": place.epoch, "step": place.total}
     row["batch_loss"] = _finite(place.batch_loss / taken) if taken else None
     row |= measure(model, dataset, config.precision)
-    if config.observe and config.solver != "backprop" and row["loss"] is not None:
+    immediate = config.solver != "backprop" and not config.solver.startswith("running:")
+    if config.observe and immediate and row["loss"] is not None:
         probe = dataset.train.inputs[:size], dataset.train.labels[:size]
         row["cosine"] = cosines(model, *probe, precision=config.precision)
     pace = 1000 * (place.seconds - before["seconds"]) / taken if taken else None
@@ -195,21 +198,17 @@ def _finite(value: Tensor) -> float | None:
     return float(value) if bool(value.isfinite()) else None
 
 
-def _saved(
-    run: Run, place: Place, model: nn.Module, optimizers: list[Optimizer], device: torch.device
-) -> None:
-    packed = pack(model, optimizers, device)
+def _saved(run: Run, place: Place, trained: Trained, device: torch.device) -> None:
+    packed = pack(trained, device)
     tensors = packed.tensors | {"place/batch_loss": place.batch_loss, "place/order": place.order}
     plain = {name: value for name, value in vars(place).items() if name not in ("batch_loss", "order")}
     run.checkpoint(place.total, Checkpoint(tensors, packed.values | {"place": plain}))
 
 
-def _resumed(
-    run: Run, model: nn.Module, optimizers: list[Optimizer], device: torch.device
-) -> tuple[Place | None, list[str]]:
+def _resumed(run: Run, trained: Trained, device: torch.device) -> tuple[Place | None, list[str]]:
     found, notes = run.last_checkpoint()
     if found is None:
         return None, notes
-    unpack(found, model, optimizers, device)
+    unpack(found, trained, device)
     loss, order = found.tensors["place/batch_loss"].to(device), found.tensors["place/order"]
     return Place(**found.values["place"], batch_loss=loss, order=order), notes

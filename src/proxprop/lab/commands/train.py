@@ -34,7 +34,8 @@ def train(
     ] = None,
     momentum: Annotated[float | None, typer.Option(help="Of sgd and muon [0.95].")] = None,
     solver: Annotated[
-        str | None, typer.Option(help="backprop, cg:K (K iterations), exact or published:K [backprop].")
+        str | None,
+        typer.Option(help="backprop, cg:K (K iterations), exact, running:K or published:K [backprop]."),
     ] = None,
     tau_theta: Annotated[float | None, typer.Option(help="Proximal step size τ_θ [1].")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples per step [500; digits: 100].")] = None,

@@ -14,6 +14,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from proxprop.deferred import Deferred
 from proxprop.lab.records.sealed import Damaged, write_bytes
 
 KEPT = 2
@@ -76,11 +77,22 @@ def remove(folder: Path) -> None:
         path.unlink()
 
 
-def pack(model: nn.Module, optimizers: list[Optimizer], device: torch.device) -> Checkpoint:
-    """Everything that training changes: parameters, buffers, optimizer state, random number generators."""
-    tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
+@dataclass(frozen=True)
+class Trained:
+    """What training changes, beside random number generators."""
+
+    model: nn.Module
+    optimizers: list[Optimizer]
+    attached: Deferred | None = None
+
+
+def pack(trained: Trained, device: torch.device) -> Checkpoint:
+    """Parameters, buffers, optimizer state, running averages, random number generators."""
+    tensors = {f"model/{name}": tensor for name, tensor in trained.model.state_dict().items()}
+    if trained.attached is not None:
+        tensors |= {f"running/{name}": tensor for name, tensor in trained.attached.state_dict().items()}
     values: dict[str, Any] = {"optimizers": []}
-    for number, optimizer in enumerate(optimizers):
+    for number, optimizer in enumerate(trained.optimizers):
         state = optimizer.state_dict()
         plain: dict[str, dict[str, Any]] = {}
         for index, entries in state["state"].items():
@@ -96,14 +108,14 @@ def pack(model: nn.Module, optimizers: list[Optimizer], device: torch.device) ->
     return Checkpoint(tensors, values)
 
 
-def unpack(
-    checkpoint: Checkpoint, model: nn.Module, optimizers: list[Optimizer], device: torch.device
-) -> None:
+def unpack(checkpoint: Checkpoint, trained: Trained, device: torch.device) -> None:
     """Put everything `pack` took back in place."""
     named = checkpoint.tensors
-    model.load_state_dict({name[6:]: tensor for name, tensor in named.items() if name.startswith("model/")})
+    trained.model.load_state_dict(_under("model/", named))
+    if trained.attached is not None:
+        trained.attached.load_state_dict(_under("running/", named))
     for number, (optimizer, saved) in enumerate(
-        zip(optimizers, checkpoint.values["optimizers"], strict=True)
+        zip(trained.optimizers, checkpoint.values["optimizers"], strict=True)
     ):
         state: dict[int, dict[str, Any]] = {
             int(index): dict(plain) for index, plain in saved["plain"].items()
@@ -117,3 +129,8 @@ def unpack(
     torch.set_rng_state(named["random/cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(named["random/cuda"], device)
+
+
+def _under(prefix: str, named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose name starts with a prefix, by the rest of their name."""
+    return {name.removeprefix(prefix): tensor for name, tensor in named.items() if name.startswith(prefix)}

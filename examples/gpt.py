@@ -1,0 +1,199 @@
+"""A small byte-level GPT: AdamW alone, and AdamW on directions from a running S.
+
+    python examples/gpt.py --json gpt.json                      # the whole study, for a GPU
+    python examples/gpt.py --steps 20 --layers 2 --width 64     # a look, on a CPU
+
+The text is the source code of the Python that runs this, so that nothing has to be downloaded; its size and hash are
+recorded. Every method sees the same batches in the same order and starts from the same weights.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import sysconfig
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+import proxprop
+
+BYTES = 8_000_000
+HELD_OUT = 400_000
+RATES = (5e-4, 1e-3, 2e-3)
+DAMPINGS = (0.1, 0.3, 1.0)
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [samples, positions, width]."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).movedim(2, 0).transpose(-3, -2)
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(-3, -2).flatten(-2))
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each with a normalisation before and the identity around it."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention = nn.Sequential(nn.LayerNorm(width), Attention(width, heads))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [samples, positions, width]."""
+        x = x + self.attention(x)
+        return x + self.mlp(x)
+
+
+class GPT(nn.Module):
+    """Bytes to the scores of the byte that follows."""
+
+    def __init__(self, layers: int, width: int, heads: int, positions: int) -> None:
+        super().__init__()
+        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(positions, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                out = name.endswith(("out.weight", "mlp.3.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if out else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [samples, positions], bytes."""
+        embedded = self.bytes(x) + self.positions.weight[: x.shape[1]]
+        return self.head(self.norm(self.blocks(embedded)))
+
+
+@dataclass(frozen=True)
+class Method:
+    """A learning rate, and the damping of a running S, or None for AdamW alone."""
+
+    lr: float
+    damping: float | None = None
+    decay: float = 0.95
+    every: int = 10
+    rows: int | None = None
+
+
+def text(device: torch.device) -> tuple[Tensor, Tensor, str]:
+    """Bytes to train on, bytes held out, and a hash of all of them; files go to either part whole, by their hash."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = (path for path in root.rglob("*.py") if "site-packages" not in path.parts)
+    ranked = sorted(paths, key=lambda path: hashlib.sha256(path.name.encode()).digest())
+    whole = b"".join(path.read_bytes() for path in ranked)[:BYTES]
+    everything = torch.frombuffer(bytearray(whole), dtype=torch.uint8).to(device)
+    return everything[HELD_OUT:], everything[:HELD_OUT], hashlib.sha256(whole).hexdigest()[:12]
+
+
+def batch(data: Tensor, samples: int, positions: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random windows of the text, and the byte after each of theirs."""
+    start = torch.randint(len(data) - positions, (samples, 1), generator=generator).to(data.device)
+    window = data[start + torch.arange(positions + 1, device=data.device)].long()
+    return window[:, :-1], window[:, 1:]
+
+
+def train(method: Method, seed: int, options: argparse.Namespace) -> dict[str, object]:
+    """Train once and return what was measured."""
+    device = torch.device(options.device)
+    data, held_out, digest = text(device)
+    torch.manual_seed(seed)
+    model = GPT(options.layers, options.width, options.heads, options.positions).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=method.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    if method.damping is not None:
+        proxprop.convert(model, proxprop.Exact())
+        running = proxprop.Running(method.decay, method.every, method.damping, method.rows)
+        proxprop.attach(optimizer, model, running=running)
+    generator = torch.Generator().manual_seed(seed)
+    losses, began = [], time.perf_counter()
+    for step in range(options.steps):
+        if step == min(20, options.steps // 2):  # the clock starts when everything is warm
+            began = _now(device)
+            timed = options.steps - step
+        for group in optimizer.param_groups:
+            group["lr"] = method.lr * schedule(step, options.steps)
+        loss = loss_of(model, *batch(data, options.samples, options.positions, generator), device)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.detach())
+    seconds = (_now(device) - began) / timed
+    return asdict(method) | {
+        "seed": seed,
+        "train_loss": float(torch.stack(losses[-50:]).mean()),
+        "validation_loss": validation(model, held_out, options, device),
+        "seconds_per_step": seconds,
+        "text": digest,
+    }
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor, device: torch.device) -> Tensor:
+    """Mean loss in nats a byte, in bfloat16 on a GPU."""
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        scores = model(x)
+    return cross_entropy(scores.float().flatten(0, 1), y.flatten())
+
+
+@torch.no_grad()
+def validation(
+    model: nn.Module, data: Tensor, options: argparse.Namespace, device: torch.device
+) -> float:
+    """Mean loss over windows of the held-out text, the same for every run."""
+    generator = torch.Generator().manual_seed(1234)
+    batches = [batch(data, options.samples, options.positions, generator) for _ in range(options.batches)]
+    return float(torch.stack([loss_of(model, x, y, device) for x, y in batches]).mean())
+
+
+def schedule(step: int, steps: int) -> float:
+    """Up in a twelfth of the steps, down to a tenth along a cosine."""
+    warming = max(steps // 12, 1)
+    if step < warming:
+        return (step + 1) / warming
+    return 0.55 + 0.45 * math.cos(math.pi * (step - warming) / max(steps - warming, 1))
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def main() -> None:
+    """Run the study and print a line for each run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    for name, value in (("steps", 1200), ("layers", 6), ("width", 384), ("heads", 6), ("positions", 256),
+                        ("samples", 64), ("batches", 20), ("seeds", 3)):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--json", type=Path, help="where to write the measurements")
+    options = parser.parse_args()
+    methods = [Method(lr) for lr in RATES]
+    methods += [Method(lr, damping) for lr in RATES for damping in DAMPINGS]
+    rows: list[dict[str, object]] = []
+    for seed in range(options.seeds):
+        for method in methods:
+            rows.append(train(method, seed, options))
+            print({k: round(v, 5) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
+            if options.json:
+                options.json.write_text(json.dumps({"options": vars(options) | {"json": None}, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
