@@ -14,6 +14,7 @@ LOOKS: dict[str, dict[str, Any]] = {
     "cg:5": {"color": "#009E73", "linestyle": "-", "marker": "D"},
     "cg:10": {"color": "#CC79A7", "linestyle": "-", "marker": "P"},
     "exact": {"color": "#D55E00", "linestyle": "-", "marker": "^"},
+    "running:10": {"color": "#E69F00", "linestyle": "-.", "marker": "X"},
 }
 DOTTED: Any = (0, (1.2, 1.2))
 LOOKS |= {

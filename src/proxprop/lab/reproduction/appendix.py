@@ -129,7 +129,7 @@ def beyond_section(results: Results) -> str:
         return ""
     rows = results.beyond
     sections = [
-        _swept("Optimizers", arm(rows, experiment="optimizers", **wanted), "tau", results.seeds, name)
+        _swept("Optimizers", arm(rows, **wanted), "tau", results.seeds, name)
         for name, wanted in beyond.OPTIMIZERS.items()
     ]
     sections.append(_swept("τ_θ", arm(rows, experiment="tau_theta"), "tau_theta", results.seeds, "τ = 1"))

@@ -12,32 +12,40 @@ from proxprop.lab.reproduction.results import Results
 
 
 def beyond(results: Results) -> Any | None:
-    """BatchNorm, τ_θ, batch sizes, and three optimizers; means over seeds with their range, × where a run diverged."""
+    """BatchNorm, τ_θ, batch sizes, optimizers; means over seeds with their range, × where a run diverged."""
     rows = results.beyond
     if not rows:
         return None
     from matplotlib.figure import Figure
 
     with styled():
-        figure = Figure(figsize=(13, 7.4), layout="constrained")
-        above, below = figure.subplots(2, 3)
-        _batchnorm(above[0], rows)
-        _swept(above[1], rows, "tau_theta", "tau_theta", "τ_θ (τ = 1)", "sensitivity to τ_θ")
-        _swept(above[2], rows, "batches", "batch_size", "batch size", "batch sizes, Figure 1's step sizes")
-        for ax, name in zip(below, OPTIMIZERS, strict=True):
-            part = arm(rows, experiment="optimizers", **OPTIMIZERS[name])
-            _swept(ax, part, "optimizers", "tau", "learning rate τ (τ_θ = 1)", name)
-        for ax in (*above, *below):
+        figure = Figure(figsize=(15, 7.4), layout="constrained")
+        axes = figure.subplots(2, 4)
+        _batchnorm(axes[0, 0], arm(rows, experiment="batchnorm"))
+        _swept(
+            axes[0, 1], arm(rows, experiment="tau_theta"), "tau_theta", "τ_θ (τ = 1)", "sensitivity to τ_θ"
+        )
+        _swept(axes[0, 2], arm(rows, experiment="batches"), "batch_size", "batch size", "batch sizes")
+        for ax, (name, wanted) in zip(axes.flat[3:7], OPTIMIZERS.items(), strict=True):
+            _swept(ax, arm(rows, **wanted), "tau", "learning rate τ", name)
+        for ax in axes.flat[:7]:
             log_scale(ax)
-            if ax.get_legend_handles_labels()[0]:
-                ax.legend(fontsize=8.5)
+        _legend(axes.flat[7], axes.flat[:7])
     return figure
 
 
+def _legend(ax: Any, panels: Iterable[Any]) -> None:
+    """What all panels show, in the place of an eighth."""
+    named: dict[str, Any] = {}
+    for panel in panels:
+        named |= {name: handle for handle, name in zip(*panel.get_legend_handles_labels(), strict=True)}
+    ax.axis("off")
+    ax.legend(named.values(), named, loc="center left", fontsize=10)
+
+
 def _batchnorm(ax: Any, rows: Iterable[Row]) -> None:
-    part = arm(rows, experiment="batchnorm")
     for solver in SOLVERS:
-        x, low, middle, high = band(arm(part, solver=solver), LOSS)
+        x, low, middle, high = band(arm(rows, solver=solver), LOSS)
         if x:
             ax.plot(x, middle, label=label(solver), **LOOKS[solver])
             ax.fill_between(x, low, high, color=LOOKS[solver]["color"], alpha=0.18, linewidth=0)
@@ -45,10 +53,9 @@ def _batchnorm(ax: Any, rows: Iterable[Row]) -> None:
     ax.set_title("BatchNorm in the network\nfull-batch loss")
 
 
-def _swept(ax: Any, rows: list[Row], experiment: str, column: str, unit: str, title: str) -> None:
+def _swept(ax: Any, rows: list[Row], column: str, unit: str, title: str) -> None:
     ax.set_xscale("log")
     for index, solver in enumerate(SOLVERS):
-        found = over(rows, column, experiment=experiment, solver=solver)
-        sweep(ax, found, label(solver), LOOKS[solver], index)
+        sweep(ax, over(rows, column, solver=solver), label(solver), LOOKS[solver], index)
     ax.set_xlabel(unit)
     ax.set_title(f"{title}\nfull-batch loss after ten epochs")

@@ -20,9 +20,8 @@ def label(solver: str) -> str:
     ['BackProp', 'cg3', 'cg3 as released', 'exact']
     """
     family, _, steps = solver.partition(":")
-    return {"backprop": "BackProp", "published": f"cg{steps} as released", "cg": f"cg{steps}"}.get(
-        family, solver
-    )
+    names = {"backprop": "BackProp", "published": f"cg{steps} as released", "cg": f"cg{steps}"}
+    return (names | {"running": f"running average, inverted every {steps} steps"}).get(family, solver)
 
 
 def theirs(solver: str) -> str:
