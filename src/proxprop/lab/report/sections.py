@@ -12,10 +12,9 @@ from proxprop.lab.report import html
 from proxprop.lab.report.tables import Table, estimated, final_table, layer_table, rate_table
 
 
-def task_sections(task: Task, salt: str, group: str = "") -> str:
-    """Everything about one task, under the name of the group it belongs to."""
-    name = f"{group}: {task.title}" if group else task.title
-    parts = [f'<p class="task">{html.escaped(name)}</p>', html.paragraph(_lead(task), "lead")]
+def task_sections(task: Task, salt: str) -> str:
+    """Everything about one task."""
+    parts = [f'<p class="task">{html.escaped(task.title)}</p>', html.paragraph(_lead(task), "lead")]
     parts += [html.findings_box(headline(task), findings(task)), *_final(task), *_curves(task, salt)]
     parts += [*_robustness(task, salt), *_angles(task, salt), *_layers(task)]
     return "\n".join(parts)

@@ -1,6 +1,6 @@
 """Write a report: one HTML file, and every figure beside it for slides and papers where asked for."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ def write_report(
     title: str,
     rerun: str | None = None,
     formats: Sequence[str] = (),
-    groups: Mapping[str, Sequence[Record]] | None = None,
 ) -> Path:
     """Write `report.html` into a folder, and beside it `records.csv`: every epoch of every run.
 
@@ -30,13 +29,12 @@ def write_report(
         title: the page's title.
         rerun: the command that made the records, if there is one.
         formats: also write each figure by itself: png, svg, pdf.
-        groups: parts to report one after the other, by heading; by default everything together.
 
     Returns:
         The report's path.
     """
-    found = [(name, task) for name, part in (groups or {"": records}).items() for task in tasks(part)]
-    sections = [task_sections(task, f"t{index}", name) for index, (name, task) in enumerate(found)]
+    found = tasks(records)
+    sections = [task_sections(task, f"t{index}") for index, task in enumerate(found)]
     body = "\n".join([*sections, rerun_section(records, rerun)])
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -51,9 +49,9 @@ def write_report(
     return path
 
 
-def named_figures(found: Sequence[tuple[str, Task]]) -> Iterator[tuple[str, Any]]:
+def named_figures(found: Sequence[Task]) -> Iterator[tuple[str, Any]]:
     """Every figure of a report with a file name; numbered where there are several tasks."""
-    for index, (_, task) in enumerate(found):
+    for index, task in enumerate(found):
         start = f"{index}-" if len(found) > 1 else ""
         for optimizer in task.optimizers():
             yield f"{start}curves-{optimizer}", figures.curves(task, optimizer)
