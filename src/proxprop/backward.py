@@ -104,9 +104,15 @@ class Call:
     failures: Failures
     observer: Observer | None
     inputs: int
+    bfloat16: bool = False  # whether the transfer takes bfloat16 tensors as they are
 
     def transfer(self, saved: Sequence[Tensor], output: Tensor, shapes: Shapes) -> tuple[Transfer, Tensor]:
-        """The transfer of this call and `output` (or its gradient), in float64 where anything is, else float32."""
+        """The transfer of this call and `output` (or its gradient).
+
+        In float64 where anything is, else float32, unless all is bfloat16 on a GPU and the transfer takes that.
+        """
+        if self.bfloat16 and output.is_cuda and {output.dtype, *(t.dtype for t in saved)} == {torch.bfloat16}:
+            return self.build(saved, output, shapes), output
         wide = any(tensor.dtype == torch.float64 for tensor in (output, *saved))
         dtype = torch.float64 if wide else torch.float32
         inputs = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in saved]

@@ -94,7 +94,7 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
         """`x Wᵀ + b` with the direction attached."""
         x, parameters = as_kernels_see(x), handles(weight, bias)
         output = functional.linear(x, *detached(weight, bias))
-        return self._attach(output, linear_transfer, (x,), parameters, owner)
+        return self._attach(output, linear_transfer, (x,), parameters, owner, bfloat16=True)
 
     def _heads(self, x: Tensor, batched: bool) -> Tensor:
         """A projected input as `[batch, heads, length, head_dim]`."""

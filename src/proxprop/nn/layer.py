@@ -114,6 +114,7 @@ class ProximalLayer(nn.Module):
         inputs: Sequence[Tensor],
         parameters: Sequence[Tensor | None],
         owner: nn.Module | None = None,
+        bfloat16: bool = False,
     ) -> Tensor:
         """Return the output with the direction of `parameters` attached.
 
@@ -123,6 +124,7 @@ class ProximalLayer(nn.Module):
             inputs: the tensors that backward needs, as the kernels saw them.
             parameters: None for one that the layer does not have.
             owner: the module they belong to, where it is not this one.
+            bfloat16: whether that transfer takes bfloat16 tensors as they are.
         """
         refuse_transforms(self._failures.layer)
         if not torch.compiler.is_compiling() and self._is_reparametrized():
@@ -135,7 +137,7 @@ class ProximalLayer(nn.Module):
             return output
         _check_dense(self._failures.layer, inputs)
         check_real(self, self._failures.layer)
-        call = Call(build, self._settings, self._failures, self._observer, len(inputs))
+        call = Call(build, self._settings, self._failures, self._observer, len(inputs), bfloat16)
         if self._planned is not None:
             self._planned(owner or self, call.plan(inputs, output, parameters))
         return attach_direction(output, call, inputs, parameters)
