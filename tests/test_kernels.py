@@ -14,6 +14,7 @@ from cases import relative_error
 from proxprop import kernels
 from proxprop.solve.cg import feature_cg, normalize, sample_cg
 from proxprop.solve.exact import apply, eliminate, factorize
+from proxprop.solve.products import LEFT, RIGHT, SMALLEST_FIRST, plain_parts
 
 pytest.importorskip("triton")
 # numpy, which the interpreter runs on, warns of what the kernel masks out
@@ -32,7 +33,7 @@ def test_kernel_under_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "7 passed, 2 skipped" in result.stdout, result.stdout
+    assert "37 passed, 2 skipped" in result.stdout, result.stdout
 
 
 def problem(groups: int, samples: int, features: int, outputs: int, seed: int) -> tuple[torch.Tensor, ...]:
@@ -109,6 +110,27 @@ def test_kernel_survives_an_input_of_zeros() -> None:
     _, _, G, _ = problem(1, 6, 9, 4, seed=0)
     U = fused.sample_cg(torch.zeros(1, 6, 6), G, 0.5, 4, parts=3)
     assert relative_error(U, G / 0.5) < 1e-6
+
+
+@inside
+def test_one_part_is_as_accurate_as_tf32() -> None:
+    from proxprop.kernels import sample_cg as fused
+
+    A, K, G, noise = problem(1, 40, 60, 5, seed=0)
+    precise = A.mT.double() @ plain(K.double(), G.double(), 0.7, 3, noise.double())
+    errors = [
+        relative_error(A.mT.double() @ fused.sample_cg(K, G, 0.7, 3, p).double(), precise) for p in (1, 3)
+    ]
+    assert errors[1] < 2e-6 < errors[0] < 2e-3
+
+
+@inside
+@pytest.mark.parametrize("order", [LEFT, RIGHT, SMALLEST_FIRST])
+def test_parts_equal_their_twin(order: tuple[int, ...]) -> None:
+    from proxprop.kernels import split
+
+    x = torch.randn(37, 24, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 36, 24)
+    assert torch.equal(split.parts(x, order), plain_parts(x, order))
 
 
 @inside

@@ -1,6 +1,6 @@
 """`leftᵀ·right` of float32 matrices on a GPU's tensor cores, as accurate as a float32 product.
 
-A float32 number is the sum of three bfloat16 numbers of eight bits each, exactly and within the range of float32. Of
+A float32 number is the sum of three bfloat16 numbers of eight bits each, exactly if above 1e-33. Of
 the nine products of parts, six reach as far as float32's last bit; they stand above one another along the inner
 dimension of one bfloat16 product with float32 sums, the smallest first: six times the work at fifteen times the rate.
 

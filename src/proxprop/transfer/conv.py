@@ -19,8 +19,11 @@ WEIGHT_GRADIENT = {1: grad.conv1d_weight, 2: grad.conv2d_weight, 3: grad.conv3d_
 BLOCK = 2**24
 """Most numbers of unfolded patches that exist at a time while S is summed."""
 
+MULTIPLY_ROWS = ("cuda",)
+"""Devices where products of image rows make S: a transform takes a GPU more launches, and a CPU fewer FLOPs."""
+
 SHORT_ROW = 512
-"""Most numbers (channels × width) of an image row for which a GPU multiplies rows rather than transform them."""
+"""Most numbers (channels × width) of an image row for which that is faster."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,7 @@ class ConvTransfer(Affine):
         g = self.geometry
         if self.dimensions != 2 or g.groups != 1 or g.dilation != (1, 1) or prod(g.kernel) == 1:
             return False
-        if not self.batched.is_cuda or self._is_stand_in():
+        if self.batched.device.type not in MULTIPLY_ROWS or self._is_stand_in():
             return False
         return self.batched.shape[1] * self.batched.shape[3] <= SHORT_ROW
 
