@@ -111,13 +111,20 @@ class Call:
     failures: Failures
     observer: Observer | None
     inputs: int
+    bfloat16: bool = False
+    """Whether the transfer takes bfloat16 tensors as they are."""
     sums: int = 0
     """How many of S and the number of samples backward adds to leaves, in deferred mode; none in immediate mode."""
     sampling: "Sampling | None" = None
     """Which rows S is estimated from, in deferred mode; None for all."""
 
     def transfer(self, saved: Sequence[Tensor], output: Tensor, shapes: Shapes) -> tuple[Transfer, Tensor]:
-        """The transfer of this call and `output` (or its gradient), in the precision to solve in."""
+        """The transfer of this call and `output` (or its gradient), in the precision to solve in.
+
+        That is as it came where all is bfloat16 on a GPU and the transfer takes that.
+        """
+        if self.bfloat16 and output.is_cuda and {output.dtype, *(t.dtype for t in saved)} == {torch.bfloat16}:
+            return self.build(saved, output, shapes), output
         dtype = precision(output, *saved)
         inputs = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in saved]
         output = output.to(dtype)
@@ -190,7 +197,7 @@ class Sampling:
 def summands(transfer: Transfer, G: Tensor, sampling: Sampling | None = None) -> tuple[Tensor, Tensor]:
     """What a call adds to its layer's system: S, its diagonal where it is diagonal, and the number of samples."""
     groups, samples, features, _ = transfer.sizes
-    count = G.new_full((), samples)
+    count = G.new_full((), samples, dtype=precision(G))
     if DIAGONAL in transfer.spaces:
         return transfer.diagonal(), count
     if sampling is not None and isinstance(transfer, Affine) and samples > sampling.rows:

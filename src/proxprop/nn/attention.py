@@ -95,7 +95,7 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
         """`x Wᵀ + b` with the direction attached."""
         x, parameters = as_kernels_see(x), handles(weight, bias)
         output = functional.linear(x, *detached(weight, bias))
-        return self._attach(output, linear_transfer, (x,), parameters, owner, part)
+        return self._attach(output, linear_transfer, (x,), parameters, owner, part, bfloat16=True)
 
     def _parts(self) -> dict[str, Part]:
         """Query, key and value, alone or together as inputs are shared, and the output projection."""

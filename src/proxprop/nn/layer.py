@@ -172,6 +172,7 @@ class ProximalLayer(nn.Module):
         parameters: Sequence[Tensor | None],
         owner: nn.Module | None = None,
         part: str = "",
+        bfloat16: bool = False,
     ) -> Tensor:
         """Return the output with the direction of `parameters` attached.
 
@@ -182,6 +183,7 @@ class ProximalLayer(nn.Module):
             parameters: None for one that the layer does not have.
             owner: the module they belong to, where it is not this one.
             part: which of the layer's systems this is.
+            bfloat16: whether that transfer takes bfloat16 tensors as they are.
         """
         refuse_transforms(self._failures.layer)
         if not torch.compiler.is_compiling() and self._is_reparametrized():
@@ -199,7 +201,7 @@ class ProximalLayer(nn.Module):
         if self._attached is not None:
             sums = self._attached.leaves(part, output.device, precision(output, *inputs))
             sampling = self._attached.sampling(part)
-        call = Call(build, self._settings, self._failures, self._observer, len(inputs), len(sums), sampling)
+        call = Call(build, self._settings, self._failures, self._observer, len(inputs), bfloat16, len(sums), sampling)
         if self._planned is not None:
             self._planned(owner or self, call.plan(inputs, output, parameters))
         return attach_direction(output, call, inputs, parameters, sums)

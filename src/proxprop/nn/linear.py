@@ -55,7 +55,7 @@ class Linear(ProximalLayer, nn.Linear):
         input, parameters = as_kernels_see(input), handles(self.weight, self.bias)
         weight, bias = detached(self.weight, self.bias)
         output = functional.linear(input, weight, bias)
-        return self._attach(output, linear_transfer, (input,), parameters)
+        return self._attach(output, linear_transfer, (input,), parameters, bfloat16=True)
 
     def _parts(self) -> dict[str, Part]:
         return self._part(linear_layout, "weight", "bias")
@@ -110,7 +110,7 @@ class RegisteredLinear(MixedLayer):
         output = functional.linear(input, weight.mT if self.transposed else weight, bias)
         self._check_once(input, output)
         build = functools.partial(linear_transfer, transposed=self.transposed)
-        return self._attach(output, build, (input,), parameters)
+        return self._attach(output, build, (input,), parameters, bfloat16=True)
 
     def _parts(self) -> dict[str, Part]:
         return self._part(functools.partial(linear_layout, transposed=self.transposed), "weight", "bias")

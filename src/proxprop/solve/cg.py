@@ -2,19 +2,25 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from proxprop import kernels
 from proxprop.solve.solver import FEATURE, MATRIX_FREE, SAMPLE, Sizes, Solution, Solver
 
 CACHED_NUMBERS = 2**17
 """Numbers of one array that a CPU works on at a time: half a megabyte, of which about five are in use."""
 
 FUSED_SAMPLES = 1024
-"""Most samples of which the fused kernel holds whole columns in registers."""
+"""Most samples of which the fused kernel holds whole columns."""
+
+FUSED_ITERATIONS = 32
+"""Most iterations whose residuals it keeps."""
+
+FUSED_FEATURES = 16384
+"""Most features of which the fused kernel splits a row of S at once."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +63,12 @@ class CG(Solver):
 
     def samples(self, K: Tensor, G: Tensor, damping: float) -> Solution:
         """Return U with `AᵀU` the iterate of `features`, from products with K alone."""
-        noise = torch.finfo(K.dtype).eps * K.diagonal(dim1=-2, dim2=-1)
-        if self.per_output and fused_kernel_takes(G):
-            from proxprop.solve import fused
+        few = G.shape[-2] <= FUSED_SAMPLES and self.iterations <= FUSED_ITERATIONS
+        if few and self.per_output and kernels.multiply(G):
+            from proxprop.kernels import sample_cg as fused
 
-            return Solution(fused.sample_cg(K, G, damping, self.iterations, noise))
+            return Solution(fused.sample_cg(K, G, damping, self.iterations, kernels.parts()))
+        noise = torch.finfo(K.dtype).eps * K.diagonal(dim1=-2, dim2=-1)
         if self.per_output and G.device.type == "cpu" and not torch.compiler.is_compiling():
             return Solution(self._blockwise(K, G, damping, noise))
         return Solution(self._plain(K, G, damping, noise))
@@ -82,6 +89,10 @@ class CG(Solver):
 
     def features(self, S: Tensor, B: Tensor, damping: float) -> Solution:
         """Return the iterate from products with S."""
+        if self.per_output and B.shape[-2] <= FUSED_FEATURES and kernels.multiply(B):
+            from proxprop.kernels import feature_cg as fused
+
+            return Solution(fused.feature_cg(S, B, damping, self.iterations, kernels.parts()))
         return self.matrix_free(S.matmul, B, damping)
 
     def matrix_free(self, apply: Callable[[Tensor], Tensor], B: Tensor, damping: float) -> Solution:
@@ -175,13 +186,6 @@ def sample_cg(
         pi = torch.addcmul(rho, ratio, pi)
         K_pi = K_rho.addcmul_(ratio, K_pi)
     return U
-
-
-def fused_kernel_takes(G: Tensor) -> bool:
-    """Whether the Triton kernel is there and made for this: float32 on a CUDA GPU, not too many samples."""
-    # torch.compile fuses the plain recurrence itself.
-    made_for = G.is_cuda and G.dtype == torch.float32 and G.shape[1] <= FUSED_SAMPLES
-    return made_for and not torch.compiler.is_compiling() and find_spec("triton") is not None
 
 
 def dot(left: Tensor, right: Tensor, sums: tuple[int, ...]) -> Tensor:

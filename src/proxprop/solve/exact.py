@@ -6,7 +6,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from proxprop import kernels
+from proxprop.solve.products import transposed_product
 from proxprop.solve.solver import FEATURE, SAMPLE, Sizes, Solution, Solver
+
+ELIMINATED_ROWS = 1024
+"""Most rows of a system that the GPU kernel of our own factorises faster than cuSOLVER."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +36,18 @@ class Exact(Solver):
 
     def samples(self, K: Tensor, G: Tensor, damping: float) -> Solution:
         """Return `U = (λI + K)⁻¹G`."""
-        return apply(factorize(K, damping), G)
+        return solve(K, G, damping)
 
     def features(self, S: Tensor, B: Tensor, damping: float) -> Solution:
         """Return `D = (λI + S)⁻¹B`."""
-        return apply(factorize(S, damping), B)
+        return solve(S, B, damping)
+
+
+def solve(M: Tensor, B: Tensor, damping: float) -> Solution:
+    """Return `(λI + M)⁻¹B` for positive semidefinite M `[groups, size, size]`, which is overwritten."""
+    if M.shape[-1] <= ELIMINATED_ROWS and kernels.take(M):
+        return eliminate(M, B, damping)
+    return apply(factorize(M, damping), B)
 
 
 @dataclass(frozen=True)
@@ -53,10 +65,15 @@ class Factor:
     bound: Tensor
 
 
+def _bound(M: Tensor, damping: float) -> Tensor:
+    """`λ + trace M [groups]`; NaN where it overflows, because `B / inf` would hide that."""
+    bound = M.diagonal(dim1=-2, dim2=-1).sum(-1) + damping
+    return torch.where(bound.isfinite(), bound, torch.nan)
+
+
 def factorize(M: Tensor, damping: float) -> Factor:
     """Factorise `λI + M` for positive semidefinite M `[groups, size, size]`, which is overwritten."""
-    bound = M.diagonal(dim1=-2, dim2=-1).sum(-1) + damping
-    bound = torch.where(bound.isfinite(), bound, torch.nan)  # B / inf would hide an overflow
+    bound = _bound(M, damping)
     M.diagonal(dim1=-2, dim2=-1).add_(damping)
     L, info = torch.linalg.cholesky_ex(M)
     identity = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
@@ -92,3 +109,24 @@ def apply(factor: Factor, B: Tensor) -> Solution:
     substitute = B / factor.bound[:, None, None]
     value = torch.where(broken[:, None, None], substitute, solved)
     return Solution(value, failed=broken & factor.bound.isfinite())
+
+
+def eliminate(M: Tensor, B: Tensor, damping: float) -> Solution:
+    """`apply(factorize(M, damping), B)` by a GPU kernel of our own for small systems.
+
+    A failure is substituted in the factor, where there is less of it: `L⁻¹ = I/√bound` gives `B / bound`.
+    """
+    from proxprop.kernels import cholesky
+
+    bound = _bound(M, damping)
+    inverse_L, broken = cholesky.inverse_factor(M, damping)
+    substitute = torch.eye(M.shape[-1], device=M.device) * bound.rsqrt()[:, None, None]
+    inverse_L = torch.where(broken[:, None, None], substitute, inverse_L)
+    size, outputs = B.shape[-2:]
+    if outputs < size:
+        value = inverse_L.mT @ (inverse_L @ B)
+    elif len(B) == 1:
+        value = transposed_product((inverse_L.mT @ inverse_L)[0], B[0])[None]
+    else:
+        value = (inverse_L.mT @ inverse_L) @ B
+    return Solution(value, failed=broken & bound.isfinite())

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional, grad
 
 from proxprop.solve import Sizes
-from proxprop.transfer import autocorrelation
+from proxprop.transfer import autocorrelation, banded
 from proxprop.transfer.affine import Affine
 from proxprop.transfer.transfer import Parameters
 
@@ -18,6 +18,12 @@ WEIGHT_GRADIENT = {1: grad.conv1d_weight, 2: grad.conv2d_weight, 3: grad.conv3d_
 
 BLOCK = 2**24
 """Most numbers of unfolded patches that exist at a time while S is summed."""
+
+MULTIPLY_ROWS = ("cuda",)
+"""Devices where products of image rows make S: a transform takes a GPU more launches, and a CPU fewer FLOPs."""
+
+SHORT_ROW = 512
+"""Most numbers (channels × width) of an image row for which that is faster."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +101,13 @@ class ConvTransfer(Affine):
         return self._unfold(self._padded())
 
     def gram(self) -> Tensor:
-        """`S = AᵀA`, from autocorrelations, or summed over blocks of images so that few patches exist at a time."""
+        """`S = AᵀA`, from products of image rows, from autocorrelations, or from patches of some images at a time."""
         groups, samples, features, _ = self.sizes
         if self.weight_shape is None:
             return self.batched.new_full((groups, 1, 1), float(samples))
+        if self._bands():
+            S = banded.gram(self.batched, *self._axes())[None]
+            return self._border(S, banded.sums(self.batched, *self._axes())) if self.bias else S
         if self._correlates():
             image, walks = self.batched.unflatten(1, (groups, -1)), self._walks()
             S = autocorrelation.gram(image, walks)
@@ -157,20 +166,41 @@ class ConvTransfer(Affine):
         return split.permute(1, 0, 3, 2).reshape(self.output_shape)
 
     def gram_flops(self) -> float | None:
-        """FLOPs of S where it comes from autocorrelations."""
-        if self.weight_shape is None or not self._correlates():
+        """FLOPs of S where it does not come from patches."""
+        if self.weight_shape is None:
             return None
         batch, channels = self.batched.shape[:2]
+        if self._bands():
+            return banded.flops(*self._axes(), batch, channels)
+        if not self._correlates():
+            return None
         groups = self.sizes.groups
         return autocorrelation.flops(self._walks(), batch, groups, channels // groups)
 
+    def _bands(self) -> bool:
+        """Whether S comes from products of image rows: on a GPU, for rows so short that launches are what counts."""
+        g = self.geometry
+        if self.dimensions != 2 or g.groups != 1 or g.dilation != (1, 1) or prod(g.kernel) == 1:
+            return False
+        if self.batched.device.type not in MULTIPLY_ROWS or self._is_stand_in():
+            return False
+        return self.batched.shape[1] * self.batched.shape[3] <= SHORT_ROW
+
+    def _axes(self) -> tuple[banded.Axis, banded.Axis]:
+        """How the kernel walks down and across."""
+        g = self.geometry
+        height, width = zip(self.batched.shape[2:], g.kernel, g.stride, g.widths, strict=True)
+        return banded.Axis(*height), banded.Axis(*width)
+
     def _correlates(self) -> bool:
         """Whether S comes from autocorrelations; torch.compile can't generate code for complex numbers."""
-        if torch.compiler.is_compiling() or any(step != 1 for step in self.geometry.stride):
-            return False
-        if type(self.batched) is not Tensor or self.batched.is_meta:  # a stand-in for a tensor
+        if self._is_stand_in() or any(step != 1 for step in self.geometry.stride):
             return False
         return autocorrelation.applies(self._walks())
+
+    def _is_stand_in(self) -> bool:
+        """Whether this is a trace, or a tensor without numbers, rather than a call."""
+        return torch.compiler.is_compiling() or type(self.batched) is not Tensor or self.batched.is_meta
 
     def _walks(self) -> list[autocorrelation.Walk]:
         """How the kernel walks over each spatial dimension."""

@@ -50,6 +50,10 @@ class ConvTransposeTransfer(ConvTransfer):
         """Not worth it: most of the spread-out input is zeros."""
         return False
 
+    def _bands(self) -> bool:
+        """Nor this."""
+        return False
+
     def _padded(self) -> Tensor:
         """The input spread out by the stride, with the border that makes every output position a patch."""
         g, space = self.geometry, self.batched.shape[2:]

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from proxprop.solve import Sizes
+from proxprop.solve.products import transposed_product
 from proxprop.transfer.affine import Affine
 from proxprop.transfer.transfer import Parameters
 
@@ -13,7 +14,8 @@ class LinearTransfer(Affine):
     """`Y = X Wᵀ + b`.
 
     Args:
-        input: `[*, features]`, in the precision to solve in.
+        input: `[*, features]`, in the precision to solve in, or in bfloat16 where that is what it came in: products of
+            bfloat16 numbers are exact in float32, so there is nothing to gain from a float32 copy.
         output_shape: shape of the layer's output, `[*, outputs]`.
         weight_shape: `[outputs, features]`, or None where the weight is not trained.
         bias: whether there is a bias to train.
@@ -35,6 +37,10 @@ class LinearTransfer(Affine):
         inputs = input.shape[-1] if weight_shape else 0
         self.sizes = Sizes(1, self.input.shape[0], inputs + bias, output_shape[-1])
 
+    def to_samples(self, G: Tensor) -> Tensor:
+        """Leading dimensions flattened."""
+        return super().to_samples(G.float() if G.dtype == torch.bfloat16 else G)
+
     def rows(self) -> Tensor:
         """The input, its leading dimensions flattened."""
         return self.input[None] if self.weight_shape else self.input[None, :, :0]
@@ -46,15 +52,17 @@ class LinearTransfer(Affine):
             assert bias is not None
             return bias.expand(self.output_shape)
         weight = weight.mT if self.transposed else weight
-        return functional.linear(self.input, weight, bias).view(self.output_shape)
+        return functional.linear(self.input.to(weight.dtype), weight, bias).view(self.output_shape)
 
     def gradient(self, G: Tensor) -> Parameters:
         """`GᵀX` and the column sums of G."""
         G = G.reshape(-1, G.shape[-1])
         weight = None
         if self.weight_shape is not None:
-            weight = self.input.mT @ G if self.transposed else G.mT @ self.input
-        return weight, G.sum(0) if self.bias else None
+            pair = (self.input, G) if self.transposed else (G, self.input)
+            weight = transposed_product(*pair)
+        dtype = torch.float32 if G.dtype == torch.bfloat16 else G.dtype
+        return weight, G.sum(0, dtype=dtype) if self.bias else None
 
     def _columns(self, weight: Tensor) -> Tensor:
         return weight[None] if self.transposed else super()._columns(weight)

@@ -1,0 +1,197 @@
+"""Feature-space conjugate gradients on a GPU: a product on tensor cores and one kernel a step.
+
+Two inner products and three updates on arrays `[groups, features, outputs]`, a dozen launches as torch operations. A
+program takes a few columns and walks down their rows. `proxprop.solve.cg.feature_cg` is the plain twin.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from proxprop.kernels import halves
+from proxprop.kernels.halves import power, store_parts, unscaled
+
+ROWS = 512
+"""Most rows that a program holds at a time."""
+
+WARPS = 8
+
+
+@triton.jit
+def _hand_over(
+    largest, SEARCH, DIAGONAL, PARTS_OF_SEARCH, UNSCALE, start, column, group, features, padded, wide,
+    PARTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Store parts of the search direction, of which `largest` is the largest entry of each column."""
+    tl.debug_barrier()  # what other threads stored is read back
+    size = power(largest)
+    tl.store(UNSCALE + group * wide + column, unscaled(size), mask=column < wide)
+    for first in range(0, padded, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < features)[:, None] & (column < wide)[None, :]
+        search = tl.load(SEARCH + start + row[:, None].to(tl.int64) * wide, mask=inside, other=0.0)
+        side = power(tl.sqrt(tl.load(DIAGONAL + group * features + row, mask=row < features, other=1.0)))
+        at = (
+            PARTS_OF_SEARCH
+            + group * PARTS * padded * wide
+            + row[:, None].to(tl.int64) * wide
+            + column[None, :]
+        )
+        inside = (row < padded)[:, None] & (column < wide)[None, :]
+        store_parts(search * side[:, None], size, at, padded.to(tl.int64) * wide, inside, PARTS)
+
+
+@triton.jit
+def _largest(largest, search, DIAGONAL, row, group, features):
+    """The largest entry so far of each column of the search direction, weighed by M's side."""
+    side = power(tl.sqrt(tl.load(DIAGONAL + group * features + row, mask=row < features, other=1.0)))
+    return tl.maximum(largest, tl.max(tl.abs(search) * side[:, None], axis=0))
+
+
+@triton.jit
+def _begin(
+    B, SEARCH, RESIDUAL, DIAGONAL, PARTS_OF_SEARCH, UNSCALE, SCALE, SQUARED, features, padded, outputs, wide,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The right-hand side, its columns brought to largest entries between 1 and 2, is residual and direction."""
+    group = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    in_column = column < wide
+    largest = tl.zeros((COLUMNS,), tl.float32)
+    for first in range(0, features, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < features)[:, None] & (column < outputs)[None, :]
+        at = B + (group * features + row[:, None]) * outputs + column[None, :]
+        largest = tl.maximum(largest, tl.max(tl.abs(tl.load(at, mask=inside, other=0.0)), axis=0))
+    scale = power(largest)
+    start = group * features * wide + column[None, :]
+    largest, squared = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
+    for first in range(0, features, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < features)[:, None] & (column < outputs)[None, :]
+        at = B + (group * features + row[:, None]) * outputs + column[None, :]
+        search = tl.load(at, mask=inside, other=0.0) / scale[None, :]
+        inside = (row < features)[:, None] & in_column[None, :]
+        tl.store(SEARCH + start + row[:, None].to(tl.int64) * wide, search, mask=inside)
+        tl.store(RESIDUAL + start + row[:, None].to(tl.int64) * wide, search, mask=inside)
+        squared += tl.sum(search * search, axis=0)
+        largest = _largest(largest, search, DIAGONAL, row, group, features)
+    tl.store(SCALE + group * wide + column, scale, mask=in_column)
+    tl.store(SQUARED + group * wide + column, squared, mask=in_column)
+    _hand_over(
+        largest,
+        SEARCH,
+        DIAGONAL,
+        PARTS_OF_SEARCH,
+        UNSCALE,
+        start,
+        column,
+        group,
+        features,
+        padded,
+        wide,
+        PARTS,
+        ROWS,
+    )
+
+
+@triton.jit
+def _advance(
+    SEARCH, S_SEARCH, RESIDUAL, D, DIAGONAL, PARTS_OF_SEARCH, UNSCALE, SCALE, SQUARED,
+    damping, features, padded, outputs, wide,
+    FIRST: tl.constexpr, LAST: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    in_column = column < wide
+    at_column = group * wide + column
+    start = group * features * wide + column[None, :]
+    unscale = tl.load(UNSCALE + at_column, mask=in_column, other=0.0)
+    squared = tl.load(SQUARED + at_column, mask=in_column, other=0.0)
+
+    curvature = tl.zeros((COLUMNS,), tl.float32)
+    for first in range(0, features, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < features)[:, None] & in_column[None, :]
+        at = start + row[:, None].to(tl.int64) * wide
+        side = power(tl.sqrt(tl.load(DIAGONAL + group * features + row, mask=row < features, other=1.0)))
+        search = tl.load(SEARCH + at, mask=inside, other=0.0)
+        S_search = tl.load(S_SEARCH + at, mask=inside, other=0.0) * unscale[None, :] * side[:, None]
+        curvature += tl.sum(search * (damping * search + S_search), axis=0)
+    length = tl.where(curvature == 0, 1.0 / damping, squared / curvature)
+
+    after = tl.zeros((COLUMNS,), tl.float32)
+    for first in range(0, features, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < features)[:, None] & in_column[None, :]
+        at = start + row[:, None].to(tl.int64) * wide
+        search = tl.load(SEARCH + at, mask=inside, other=0.0)
+        solution = length[None, :] * search
+        if not FIRST:
+            solution += tl.load(D + at, mask=inside, other=0.0)
+        if LAST:
+            solution *= tl.load(SCALE + at_column, mask=in_column, other=1.0)[None, :]
+        tl.store(D + at, solution, mask=inside)
+        if not LAST:
+            side = power(tl.sqrt(tl.load(DIAGONAL + group * features + row, mask=row < features, other=1.0)))
+            S_search = tl.load(S_SEARCH + at, mask=inside, other=0.0) * unscale[None, :] * side[:, None]
+            residual = tl.load(RESIDUAL + at, mask=inside, other=0.0)
+            residual -= length[None, :] * (damping * search + S_search)
+            after += tl.sum(residual * residual, axis=0)
+            tl.store(RESIDUAL + at, residual, mask=inside)
+
+    if not LAST:
+        tl.debug_barrier()
+        tl.store(SQUARED + at_column, after, mask=in_column)
+        ratio = tl.where(squared == 0, 0.0, after / squared)
+        largest = tl.zeros((COLUMNS,), tl.float32)
+        for first in range(0, features, ROWS):
+            row = first + tl.arange(0, ROWS)
+            inside = (row < features)[:, None] & in_column[None, :]
+            at = start + row[:, None].to(tl.int64) * wide
+            search = tl.load(SEARCH + at, mask=inside, other=0.0)
+            search = tl.load(RESIDUAL + at, mask=inside, other=0.0) + ratio[None, :] * search
+            tl.store(SEARCH + at, search, mask=inside)
+            largest = _largest(largest, search, DIAGONAL, row, group, features)
+        _hand_over(
+            largest, SEARCH, DIAGONAL, PARTS_OF_SEARCH, UNSCALE, start, column, group, features, padded, wide,
+            PARTS, ROWS,
+        )  # fmt: skip
+
+
+def feature_cg(S: Tensor, B: Tensor, damping: float, iterations: int, parts: int) -> Tensor:
+    """`proxprop.solve.cg.feature_cg` for one step length an output, in the scale of B.
+
+    Args:
+        S: `[groups, features, features]`, float32.
+        B: `[groups, features, outputs]`, float32.
+        damping: λ.
+        iterations: how many steps.
+        parts: 3 for products as accurate as float32's, 1 for products as accurate as TF32's.
+
+    Returns:
+        D `[groups, features, outputs]`.
+    """
+    B = B.contiguous()
+    groups, features, outputs = B.shape
+    padded, wide = halves.up(features, halves.INNER), halves.up(outputs, halves.WIDE)
+    columns = 16 if outputs >= 2048 else 8 if outputs >= 256 else 4
+    shape = {"PARTS": parts, "ROWS": min(ROWS, triton.next_power_of_2(padded)), "COLUMNS": columns}
+    programs = (triton.cdiv(wide, columns), groups)
+    diagonal = S.diagonal(dim1=-2, dim2=-1).contiguous()
+    parts_of_S = halves.split(S, diagonal, parts)
+    parts_of_search = S.new_empty(groups, parts * padded, wide, dtype=torch.float16)
+    search, residual, D = (S.new_empty(groups, features, wide) for _ in range(3))
+    squared, scale, unscale = (S.new_empty(groups, wide) for _ in range(3))
+    _begin[programs](
+        B, search, residual, diagonal, parts_of_search, unscale, scale, squared,
+        features, padded, outputs, wide, **shape, num_warps=WARPS,
+    )  # fmt: skip
+    for step in range(iterations):
+        _advance[programs](
+            search, halves.product(parts_of_S, parts_of_search), residual, D, diagonal, parts_of_search, unscale,
+            scale, squared, damping, features, padded, outputs, wide,
+            FIRST=step == 0, LAST=step == iterations - 1, **shape, num_warps=WARPS,
+        )  # fmt: skip
+    return D[..., :outputs]

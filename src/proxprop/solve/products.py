@@ -1,0 +1,108 @@
+"""`leftᵀ·right` of float32 matrices on a GPU's tensor cores, as accurate as a float32 product.
+
+A float32 number is the sum of three bfloat16 numbers of eight bits each, exactly if above 1e-33. Of
+the nine products of parts, six reach as far as float32's last bit; they stand above one another along the inner
+dimension of one bfloat16 product with float32 sums, the smallest first: six times the work at fifteen times the rate.
+
+Tensor cores cut off what they add to a sum rather than round it, so that long sums come out too small; long inner
+dimensions are therefore summed in pieces.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from proxprop import kernels
+
+LEFT, RIGHT = (0, 2, 1, 0, 1, 0), (2, 0, 1, 1, 0, 0)
+"""Which parts meet, counted from the largest."""
+
+SMALLEST_FIRST = (2, 1, 0)
+
+LONGEST_SUM = 1024
+"""Rows that are summed by tensor cores."""
+
+LEAST_FLOPS = 5e8
+"""Below this a product is bound by launches."""
+
+FAST_BFLOAT16 = ((8, 0), (9, 0), (10, 0), (10, 3))
+"""Compute capabilities with at least fifteen times as many FLOPs in bfloat16 as in float32."""
+
+
+def transposed_product(left: Tensor, right: Tensor) -> Tensor:
+    """`leftᵀ·right [m, n]` for left `[rows, m]` and right `[rows, n]`; in float32 where one is bfloat16."""
+    flops = 2.0 * left.numel() * right.shape[1]
+    return in_parts(lambda a, b: multiply(a.mT, b), left, right, flops)
+
+
+def square(A: Tensor) -> Tensor:
+    """`AAᵀ [groups, samples, samples]` for A `[groups, samples, features]`; in float32 where A is bfloat16."""
+    if A.dtype == torch.bfloat16 and (not A.is_cuda or torch.compiler.is_compiling()):
+        A = A.float()
+    return multiply(A, A.mT)
+
+
+def in_parts(
+    product: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor, flops: float
+) -> Tensor:
+    """A product that sums over the rows of its factors, taken over parts where that is faster.
+
+    Args:
+        product: of left and right, or of as many rows of parts above one another.
+        left: `[rows, m]`.
+        right: `[rows, n]`.
+        flops: of the product.
+    """
+    if not _parts_pay(left, right, flops):
+        precise = torch.promote_types(left.dtype, torch.float32)
+        return product(left.to(precise), right.to(precise))
+    total: Tensor | None = None
+    for a, b in zip(left.split(LONGEST_SUM), right.split(LONGEST_SUM), strict=True):
+        summand = product(*_stacked(a, b))
+        total = summand if total is None else total.add_(summand)
+    assert total is not None
+    return total
+
+
+def multiply(left: Tensor, right: Tensor) -> Tensor:
+    """`left·right`, with float32 sums of bfloat16 products."""
+    if left.dtype != torch.bfloat16:
+        return left @ right
+    return (torch.bmm if left.dim() == 3 else torch.mm)(left, right, out_dtype=torch.float32)
+
+
+def _stacked(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Bfloat16 factors whose product is that of left and right; a bfloat16 number has one part."""
+    if left.dtype == right.dtype == torch.bfloat16:
+        return left, right
+    from proxprop.kernels import split
+
+    if left.dtype == torch.bfloat16:
+        return left.repeat(3, 1), split.parts(right, SMALLEST_FIRST)
+    if right.dtype == torch.bfloat16:
+        return split.parts(left, SMALLEST_FIRST), right.repeat(3, 1)
+    return split.parts(left, LEFT), split.parts(right, RIGHT)
+
+
+def _parts_pay(left: Tensor, right: Tensor, flops: float) -> bool:
+    """Whether torch would multiply on float32 units what tensor cores do faster in parts."""
+    if not left.is_cuda or torch.compiler.is_compiling():
+        return False
+    if torch.bfloat16 in (left.dtype, right.dtype):
+        return True
+    if left.shape[1] % 8 or right.shape[1] % 8 or flops < LEAST_FLOPS or kernels.tf32_allowed():
+        return False
+    fast = torch.cuda.get_device_capability(left.device) in FAST_BFLOAT16
+    return fast and kernels.take(left) and kernels.take(right)
+
+
+def plain_parts(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Bfloat16 parts of x `[rows, columns]` in this order, above one another: `[len(order)·rows, columns]`."""
+    found = []
+    for _ in range(2):
+        head = (x.view(torch.int32) & -65536).view(torch.float32)  # the leading eight bits
+        found.append(head.bfloat16())
+        x = x - head
+    found.append(x.bfloat16())
+    return torch.cat([found[part] for part in order])

@@ -1,0 +1,74 @@
+"""Products in parts are as accurate as float32's, and bfloat16 inputs need no float32 copy."""
+
+import pytest
+import torch
+
+from cases import relative_error
+from proxprop.solve.products import LEFT, RIGHT, SMALLEST_FIRST, plain_parts, square, transposed_product
+from proxprop.transfer import LinearTransfer
+
+SCALES = {
+    "one scale": torch.ones(40),
+    "columns of every scale": torch.logspace(-15, 15, 40),
+    "small": torch.full((40,), 1e-32),
+    "large": torch.full((40,), 1e36),
+}
+
+
+def factors(rows: int = 300) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, 40, generator=generator), torch.randn(rows, 50, generator=generator)
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES.keys())
+def test_six_products_of_parts_are_as_accurate_as_a_float32_product(scale: torch.Tensor) -> None:
+    left, right = factors()
+    left = left * scale
+    in_parts = plain_parts(left, LEFT).double().mT @ plain_parts(right, RIGHT).double()
+    precise = left.double().mT @ right.double()
+    for found, expected, plain in zip(
+        in_parts, precise, left.mT @ right, strict=True
+    ):  # every output for itself
+        assert relative_error(found, expected) < max(2e-7, relative_error(plain.double(), expected))
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.14159274, 3.4e38, -1.2e-32])
+def test_three_parts_are_the_number(value: float) -> None:
+    x = torch.tensor([[value]])
+    assert plain_parts(x, SMALLEST_FIRST).float().sum().item() == x.item()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_parts_of_what_is_not_finite_are_not_finite(value: float) -> None:
+    assert not bool(plain_parts(torch.tensor([[value]]), SMALLEST_FIRST).isfinite().all())
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_bfloat16_factor_is_multiplied_in_float32(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    for left, right in (factors(), factors()[::-1]):
+        left, right = left.to(dtypes[0]), right.to(dtypes[1])
+        found = transposed_product(left, right)
+        assert found.dtype == torch.float32
+        assert relative_error(found.double(), left.double().mT @ right.double()) < 1e-6
+
+
+def test_float64_stays_float64() -> None:
+    left, right = (factor.double() for factor in factors())
+    assert torch.equal(transposed_product(left, right), left.mT @ right)
+    assert torch.equal(square(left[None]), (left @ left.mT)[None])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_linear_transfer_takes_bfloat16_as_it_is(transposed: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    X, G, V = (torch.randn(*shape, generator=generator) for shape in ((5, 3, 7), (5, 3, 4), (1, 8, 4)))
+    X, G = X.bfloat16(), G.bfloat16()
+    shape = torch.Size([7, 4] if transposed else [4, 7])
+    halved, whole = (LinearTransfer(x, G.shape, shape, True, transposed) for x in (X, X.float()))
+    assert relative_error(halved.kernel(), whole.kernel()) < 1e-6
+    assert relative_error(halved.gram(), whole.gram()) < 1e-6
+    assert relative_error(halved.normal(V), whole.normal(V)) < 1e-6
+    assert torch.equal(halved.to_samples(G), whole.to_samples(G.float()))
+    for found, expected in zip(halved.gradient(G), whole.gradient(G.float()), strict=True):
+        assert found.dtype == torch.float32
+        assert relative_error(found, expected) < 1e-6
