@@ -4,13 +4,14 @@ import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from proxprop import aside
 from proxprop.settings import Settings
 from proxprop.solve import DIAGONAL, FEATURE, SAMPLE, Plan, plan
 from proxprop.transfer import Affine, Parameters, Transfer
@@ -117,6 +118,8 @@ class Call:
     """How many of S and the number of samples backward adds to leaves, in deferred mode; none in immediate mode."""
     sampling: "Sampling | None" = None
     """Which rows S is estimated from, in deferred mode; None for all."""
+    aside: bool = False
+    """Whether backward runs on a stream of its own."""
 
     def transfer(self, saved: Sequence[Tensor], output: Tensor, shapes: Shapes) -> tuple[Transfer, Tensor]:
         """The transfer of this call and `output` (or its gradient), in the precision to solve in.
@@ -129,6 +132,11 @@ class Call:
         inputs = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in saved]
         output = output.to(dtype)
         return self.build(inputs, output, shapes), output
+
+    @property
+    def may_go_aside(self) -> bool:
+        """Whether nothing but the parameters is waiting for the outcome."""
+        return not self.sums and self.observer is None
 
     def plan(self, inputs: Sequence[Tensor], output: Tensor, parameters: Sequence[Tensor | None]) -> Plan:
         """What backward will do for this call."""
@@ -243,6 +251,8 @@ class Proximal(torch.autograd.Function):
             )
         call: Call = ctx.call
         trained = ctx.needs_input_grad[2 + call.inputs :][: len(ctx.parameters)]
+        if call.aside:
+            aside.keep(ctx.saved_tensors)
         with torch.no_grad(), _no_autocast(G.device.type):
             shapes = [p[0] if t else None for p, t in zip(ctx.parameters, trained, strict=True)]
             transfer, precise = call.transfer(ctx.saved_tensors, G, shapes)
@@ -286,5 +296,12 @@ def attach_direction(
         parameters: the layer's parameters, None for one it does not have.
         sums: in deferred mode, the leaves that S and the number of samples are added to.
     """
-    result: Tensor = Proximal.apply(output, call, *[t.detach() for t in inputs], *parameters, *sums)
-    return result
+    saved = [t.detach() for t in inputs]
+    leaves = aside.leaves(output, call.settings.solver, parameters) if call.may_go_aside else None
+    if leaves is None:
+        result: Tensor = Proximal.apply(output, call, *saved, *parameters, *sums)
+        return result
+    with aside.on_its_stream(output.device):
+        token = Proximal.apply(output.detach(), replace(call, aside=True), *saved, *leaves)
+    forked: Tensor = aside.Fork.apply(output, token)
+    return forked
