@@ -17,8 +17,8 @@ from torch import Tensor
 from proxprop.kernels import halves
 from proxprop.kernels.halves import power, store_parts, unscaled
 
-NUMBERS = 4096
-"""Numbers of one array that a program holds: 16 a thread with 8 warps."""
+NUMBERS = 8192
+"""Numbers of one array that a program holds: 32 a thread with 8 warps."""
 
 WARPS = 8
 

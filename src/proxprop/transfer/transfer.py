@@ -11,6 +11,10 @@ Parameters = tuple[Tensor | None, ...]
 """One tensor for each of the layer's parameters, in its own shape; None for one that is not trained."""
 
 
+OWN_PRICE_ON_A_GPU = 2.0
+"""Products with K and S run on tensor cores in parts, those of a layer in the caller's precision and twice a step."""
+
+
 class Transfer(ABC):
     """One call of a layer, seen as `Y = A V` with everything but the parameters V held fixed.
 
@@ -56,6 +60,10 @@ class Transfer(ABC):
     def gram_flops(self) -> float | None:
         """FLOPs of `gram`, where it is not the plain product of rows."""
         return None
+
+    def own_price(self) -> float:
+        """What a FLOP of φ and φ* costs beside one of a product with K or S."""
+        return 1.0
 
     def divide(self, G: Tensor, damping: float, factor: float) -> Parameters:
         """`factor·(λI + S)⁻¹AᵀG` where S is diagonal."""
