@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proxprop.kernels import on_its_device, with_rows
+
 BLOCK = 16
 """Rows of a block: what one warp factorises without waiting for others."""
 
@@ -156,17 +158,19 @@ def _mend(INVERSE, LEAST, M, FAILED, size, stride, padded, damping, BLOCK: tl.co
             tl.store(INVERSE + (group * padded + row) * padded + index, line, mask=index < padded)
 
 
+@on_its_device
 def inverse_factor(M: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """`L⁻¹` with `LLᵀ = λI + M`, and whether that is not positive definite in this precision.
 
     Args:
-        M: symmetric `[groups, size, size]`, float32, its rows contiguous.
+        M: symmetric `[groups, size, size]`, float32.
         damping: λ.
 
     Returns:
         `L⁻¹ [groups, padded, padded]`, the identity beyond `size`; where the flag `[groups]` is true, the identity over
         `√(λ + trace M)`, and NaN where M is not finite.
     """
+    M = with_rows(M)
     groups, size, _ = M.shape
     padded = triton.cdiv(size, 2 * BLOCK) * 2 * BLOCK
     blocks = padded // BLOCK

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proxprop.kernels import halves
+from proxprop.kernels import halves, on_its_device
 from proxprop.kernels.halves import power, store_parts, unscaled
 
 WHOLE = 1024
@@ -207,6 +207,7 @@ def _advance(
         )  # fmt: skip
 
 
+@on_its_device
 def feature_cg(S: Tensor, B: Tensor, damping: float, iterations: int, parts: int) -> Tensor:
     """`proxprop.solve.cg.feature_cg` for one step length an output, in the scale of B.
 
