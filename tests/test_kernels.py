@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def test_kernel_under_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "37 passed, 2 skipped" in result.stdout, result.stdout
+    assert "22 passed, 2 skipped" in result.stdout, result.stdout
 
 
 def problem(groups: int, samples: int, features: int, outputs: int, seed: int) -> tuple[torch.Tensor, ...]:
@@ -141,16 +142,18 @@ def test_parts_equal_their_twin(order: tuple[int, ...]) -> None:
     outputs=st.integers(1, 9),
     iterations=st.integers(1, 6),
     scale=st.sampled_from([1e-25, 1.0, 1e25]),
+    whole=st.sampled_from([0, 1024]),
     seed=st.integers(0, 2**31),
 )
-def test_feature_kernel_equals_its_twin(groups, features, outputs, iterations, scale, seed) -> None:
+def test_feature_kernels_equal_their_twin(groups, features, outputs, iterations, scale, whole, seed) -> None:
     from proxprop.kernels import feature_cg as fused
 
     generator = torch.Generator().manual_seed(seed)
     A = torch.randn(groups, features + 5, features, generator=generator)
     S, B = A.mT @ A, torch.randn(groups, features, outputs, generator=generator)
     B[..., 0] = 0.0
-    D = fused.feature_cg(S, B * scale, 0.7, iterations, parts=3)
+    with mock.patch.object(fused, "WHOLE", whole), mock.patch.object(fused, "ROWS", 64):
+        D = fused.feature_cg(S, B * scale, 0.7, iterations, parts=3)
     normal, size = normalize(B, (-2,))
     assert relative_error(D / scale, feature_cg(S.matmul, normal, 0.7, iterations, (-2,)) * size) < 1e-4
     assert bool((D[..., 0] == 0).all())
@@ -169,9 +172,9 @@ def test_feature_kernel_lets_non_finite_columns_through_and_keeps_the_others(val
 
 
 @inside
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("size", [1, 31, 32, 33, 70])
-@pytest.mark.parametrize("outputs", [3, 80])
+@pytest.mark.parametrize(
+    ("groups", "size", "outputs"), [(1, 1, 3), (2, 15, 3), (1, 16, 20), (2, 17, 20), (1, 40, 5)]
+)
 def test_elimination_equals_its_twin(groups: int, size: int, outputs: int) -> None:
     generator = torch.Generator().manual_seed(size)
     A = torch.randn(groups, size, size + 3, generator=generator)
@@ -184,11 +187,11 @@ def test_elimination_equals_its_twin(groups: int, size: int, outputs: int) -> No
 
 
 @inside
-@pytest.mark.parametrize("entry", [-20.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("entry", [-10.0, float("nan"), float("inf")])
 def test_elimination_fails_like_its_twin(entry: float) -> None:
-    M = torch.eye(40).repeat(2, 1, 1)
-    M[1, 35, 35] = entry
-    B = torch.randn(2, 40, 3, generator=torch.Generator().manual_seed(0))
+    M = torch.eye(20).repeat(2, 1, 1)
+    M[1, 18, 18] = entry
+    B = torch.randn(2, 20, 3, generator=torch.Generator().manual_seed(0))
     found, twin = eliminate(M, B, damping=1.0), apply(factorize(M.clone(), 1.0), B)
     assert torch.equal(found.failed, twin.failed)
     torch.testing.assert_close(found.value, twin.value, equal_nan=True)

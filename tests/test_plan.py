@@ -47,6 +47,15 @@ def test_a_plan_prints_its_reasons_and_can_be_pinned() -> None:
     assert str(pinned).startswith("feature (pinned; ")
 
 
+def test_a_price_on_the_layers_own_products_turns_the_choice_and_is_said() -> None:
+    sizes = Sizes(1, 5000, 4001, 1000)
+    assert plan(sizes, CG(3)).space == MATRIX_FREE
+    priced = plan(sizes, CG(3), own_price=2.0)
+    assert priced.space == FEATURE
+    assert "matrix_free counted 2 times" in str(priced)
+    assert priced.costs[MATRIX_FREE].flops == plan(sizes, CG(3)).costs[MATRIX_FREE].flops
+
+
 def model_and_input() -> tuple[nn.Sequential, torch.Tensor]:
     model = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout(), nn.Flatten(), nn.Linear(16, 8), nn.Linear(8, 8), nn.Linear(8, 2)

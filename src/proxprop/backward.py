@@ -94,7 +94,8 @@ class Failures:
 
 def planned(transfer: Transfer, settings: Settings) -> Plan:
     """The plan for a call."""
-    return plan(transfer.sizes, settings.solver, settings.space, transfer.spaces, transfer.gram_flops())
+    costs = transfer.gram_flops(), transfer.own_price()
+    return plan(transfer.sizes, settings.solver, settings.space, transfer.spaces, *costs)
 
 
 def precision(*tensors: Tensor) -> torch.dtype:

@@ -1,10 +1,16 @@
 """Triton kernels for NVIDIA GPUs, and whether they can be used; each has a twin in plain torch for where they can't."""
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from importlib.util import find_spec
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+Launching = Callable[Concatenate[Tensor, Arguments], Result]
 
 
 def take(array: Tensor) -> bool:
@@ -26,6 +32,23 @@ def parts() -> int:
 def tf32_allowed() -> bool:
     """Whether the caller lets float32 products on a GPU be rounded to TF32's eleven bits, or fewer."""
     return torch.backends.cuda.matmul.fp32_precision not in ("none", "ieee")
+
+
+def on_its_device(launching: Launching[Arguments, Result]) -> Launching[Arguments, Result]:
+    """Launch on the device of the first argument: Triton would take the current one."""
+
+    @wraps(launching)
+    def launch(array: Tensor, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with torch.cuda.device_of(array):
+            return launching(array, *args, **kwargs)
+
+    return launch
+
+
+def with_rows(M: Tensor) -> Tensor:
+    """M `[groups, size, size]`, copied unless its rows are contiguous and evenly apart."""
+    even = len(M) == 1 or M.stride(0) == M.shape[1] * M.stride(1)
+    return M if even and M.stride(2) == 1 else M.contiguous()
 
 
 @cache

@@ -1,7 +1,7 @@
 """Feature-space conjugate gradients on a GPU: a product on tensor cores and one kernel a step.
 
 Two inner products and three updates on arrays `[groups, features, outputs]`, a dozen launches as torch operations. A
-program takes a few columns and walks down their rows. `proxprop.solve.cg.feature_cg` is the plain twin.
+program takes a few columns, whole or walking down their rows. `proxprop.solve.cg.feature_cg` is the plain twin.
 """
 
 import torch
@@ -9,13 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proxprop.kernels import halves
+from proxprop.kernels import halves, on_its_device
 from proxprop.kernels.halves import power, store_parts, unscaled
 
-ROWS = 512
-"""Most rows that a program holds at a time."""
+WHOLE = 1024
+"""Most features of which a program holds whole columns."""
 
-WARPS = 8
+ROWS = 512
+"""Rows that it holds at a time where there are more."""
 
 
 @triton.jit
@@ -97,6 +98,52 @@ def _begin(
 
 
 @triton.jit
+def _advance_whole(
+    SEARCH, S_SEARCH, RESIDUAL, D, DIAGONAL, PARTS_OF_SEARCH, UNSCALE, SCALE, SQUARED,
+    damping, features, padded, outputs, wide,
+    FIRST: tl.constexpr, LAST: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """`_advance` for columns that a program holds whole, so that nothing is read twice."""
+    group = tl.program_id(1).to(tl.int64)
+    column, row = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, ROWS)
+    in_column = column < wide
+    at_column = group * wide + column
+    inside = (row < features)[:, None] & in_column[None, :]
+    at = group * features * wide + row[:, None] * wide + column[None, :]
+    search = tl.load(SEARCH + at, mask=inside, other=0.0)
+    S_search = tl.load(S_SEARCH + at, mask=inside, other=0.0)
+    side = power(tl.sqrt(tl.load(DIAGONAL + group * features + row, mask=row < features, other=1.0)))
+    unscale = tl.load(UNSCALE + at_column, mask=in_column, other=0.0)
+    squared = tl.load(SQUARED + at_column, mask=in_column, other=0.0)
+    if not FIRST:
+        solution = tl.load(D + at, mask=inside, other=0.0)
+    if not LAST:
+        residual = tl.load(RESIDUAL + at, mask=inside, other=0.0)
+    image = damping * search + S_search * unscale[None, :] * side[:, None]
+    curvature = tl.sum(search * image, axis=0)
+    length = tl.where(curvature == 0, 1.0 / damping, squared / curvature)
+    if FIRST:
+        solution = length[None, :] * search
+    else:
+        solution += length[None, :] * search
+    if LAST:
+        solution *= tl.load(SCALE + at_column, mask=in_column, other=1.0)[None, :]
+    tl.store(D + at, solution, mask=inside)
+    if not LAST:
+        residual -= length[None, :] * image
+        after = tl.sum(residual * residual, axis=0)
+        search = residual + tl.where(squared == 0, 0.0, after / squared)[None, :] * search
+        tl.store(SQUARED + at_column, after, mask=in_column)
+        tl.store(RESIDUAL + at, residual, mask=inside)
+        tl.store(SEARCH + at, search, mask=inside)
+        search *= side[:, None]
+        size = power(tl.max(tl.abs(search), axis=0))
+        tl.store(UNSCALE + at_column, unscaled(size), mask=in_column)
+        at = PARTS_OF_SEARCH + group * PARTS * padded * wide + row[:, None] * wide + column[None, :]
+        store_parts(search, size, at, padded * wide, (row < padded)[:, None] & in_column[None, :], PARTS)
+
+
+@triton.jit
 def _advance(
     SEARCH, S_SEARCH, RESIDUAL, D, DIAGONAL, PARTS_OF_SEARCH, UNSCALE, SCALE, SQUARED,
     damping, features, padded, outputs, wide,
@@ -160,6 +207,7 @@ def _advance(
         )  # fmt: skip
 
 
+@on_its_device
 def feature_cg(S: Tensor, B: Tensor, damping: float, iterations: int, parts: int) -> Tensor:
     """`proxprop.solve.cg.feature_cg` for one step length an output, in the scale of B.
 
@@ -176,8 +224,10 @@ def feature_cg(S: Tensor, B: Tensor, damping: float, iterations: int, parts: int
     B = B.contiguous()
     groups, features, outputs = B.shape
     padded, wide = halves.up(features, halves.INNER), halves.up(outputs, halves.WIDE)
-    columns = 16 if outputs >= 2048 else 8 if outputs >= 256 else 4
-    shape = {"PARTS": parts, "ROWS": min(ROWS, triton.next_power_of_2(padded)), "COLUMNS": columns}
+    whole = padded <= WHOLE
+    columns = 4 if outputs < 256 else 8 if whole or outputs < 2048 else 16
+    rows = triton.next_power_of_2(padded) if whole else ROWS
+    shape = {"PARTS": parts, "ROWS": rows, "COLUMNS": columns, "num_warps": 4 if columns == 16 else 8}
     programs = (triton.cdiv(wide, columns), groups)
     diagonal = S.diagonal(dim1=-2, dim2=-1).contiguous()
     parts_of_S = halves.split(S, diagonal, parts)
@@ -186,12 +236,12 @@ def feature_cg(S: Tensor, B: Tensor, damping: float, iterations: int, parts: int
     squared, scale, unscale = (S.new_empty(groups, wide) for _ in range(3))
     _begin[programs](
         B, search, residual, diagonal, parts_of_search, unscale, scale, squared,
-        features, padded, outputs, wide, **shape, num_warps=WARPS,
+        features, padded, outputs, wide, **shape,
     )  # fmt: skip
     for step in range(iterations):
-        _advance[programs](
+        (_advance_whole if whole else _advance)[programs](
             search, halves.product(parts_of_S, parts_of_search), residual, D, diagonal, parts_of_search, unscale,
             scale, squared, damping, features, padded, outputs, wide,
-            FIRST=step == 0, LAST=step == iterations - 1, **shape, num_warps=WARPS,
+            FIRST=step == 0, LAST=step == iterations - 1, **shape,
         )  # fmt: skip
     return D[..., :outputs]

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proxprop.kernels import with_rows
+
 INNER = 64
 """The inner dimension is padded with zeros to a multiple of this, the columns to a multiple of `WIDE`."""
 
@@ -66,6 +68,7 @@ def _split_row(M, DIAGONAL, PARTS_OF_M, size, stride, padded, PARTS: tl.constexp
 
 def split(M: Tensor, diagonal: Tensor, parts: int) -> Tensor:
     """Parts of M `[groups, size, size]`, `[groups, size, parts·padded]`."""
+    M = with_rows(M)
     groups, size, _ = M.shape
     padded = up(size, INNER)
     out = M.new_empty(groups, size, parts * padded, dtype=torch.float16)

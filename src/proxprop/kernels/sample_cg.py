@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proxprop.kernels import halves
+from proxprop.kernels import halves, on_its_device
 from proxprop.kernels.halves import power, store_parts, unscaled
 
-NUMBERS = 4096
-"""Numbers of one array that a program holds: 16 a thread with 8 warps."""
+NUMBERS = 8192
+"""Numbers of one array that a program holds: 32 a thread with 8 warps."""
 
 WARPS = 8
 
@@ -125,6 +125,7 @@ def _advance(
         )  # fmt: skip
 
 
+@on_its_device
 def sample_cg(K: Tensor, G: Tensor, damping: float, iterations: int, parts: int) -> Tensor:
     """`proxprop.solve.cg.sample_cg` for one step length an output, in the scale of G.
 

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proxprop.kernels import on_its_device
+
 NUMBERS = 1024
 """Numbers that a program splits."""
 
@@ -33,6 +35,7 @@ def _split(X, PARTS, numbers, ORDER: tl.constexpr, NUMBERS: tl.constexpr):
         PARTS += numbers
 
 
+@on_its_device
 def parts(x: Tensor, order: tuple[int, ...]) -> Tensor:
     """Bfloat16 parts of x `[rows, columns]` in this order, above one another: `[len(order)·rows, columns]`."""
     x = x.contiguous()

@@ -13,7 +13,7 @@ from proxprop.solve.solver import FEATURE, MATRIX_FREE, SAMPLE, Sizes, Solution,
 CACHED_NUMBERS = 2**17
 """Numbers of one array that a CPU works on at a time: half a megabyte, of which about five are in use."""
 
-FUSED_SAMPLES = 1024
+FUSED_SAMPLES = 2048
 """Most samples of which the fused kernel holds whole columns."""
 
 FUSED_ITERATIONS = 32

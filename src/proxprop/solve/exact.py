@@ -10,7 +10,7 @@ from proxprop import kernels
 from proxprop.solve.products import transposed_product
 from proxprop.solve.solver import FEATURE, SAMPLE, Sizes, Solution, Solver
 
-ELIMINATED_ROWS = 1024
+ELIMINATED_ROWS = 768
 """Most rows of a system that the GPU kernel of our own factorises faster than cuSOLVER."""
 
 
@@ -118,15 +118,14 @@ def eliminate(M: Tensor, B: Tensor, damping: float) -> Solution:
     """
     from proxprop.kernels import cholesky
 
-    bound = _bound(M, damping)
-    inverse_L, broken = cholesky.inverse_factor(M, damping)
-    substitute = torch.eye(M.shape[-1], device=M.device) * bound.rsqrt()[:, None, None]
-    inverse_L = torch.where(broken[:, None, None], substitute, inverse_L)
+    inverse_L, failed = cholesky.inverse_factor(M, damping)
     size, outputs = B.shape[-2:]
+    rows = inverse_L[..., :size]
     if outputs < size:
-        value = inverse_L.mT @ (inverse_L @ B)
+        value = rows.mT @ (rows @ B)
     elif len(B) == 1:
-        value = transposed_product((inverse_L.mT @ inverse_L)[0], B[0])[None]
+        inverse = rows[0].mT @ inverse_L[0]  # padded columns, as tensor cores want them
+        value = transposed_product(inverse, B[0])[None, :size]
     else:
-        value = (inverse_L.mT @ inverse_L) @ B
-    return Solution(value, failed=broken & bound.isfinite())
+        value = rows.mT @ rows @ B
+    return Solution(value, failed)

@@ -11,6 +11,13 @@ class Cost:
 
     flops: float
     numbers: float
+    price: float = 1.0
+    """What a FLOP costs here, beside one of a product with K or S."""
+
+    @property
+    def effort(self) -> float:
+        """What is compared."""
+        return self.flops * self.price
 
     def ratio(self, sizes: Sizes) -> float:
         """Extra FLOPs as a fraction of BackProp's for this layer."""
@@ -50,7 +57,10 @@ class Plan:
 
     def __str__(self) -> str:
         how = "pinned" if self.pinned else "closed form" if self.space == DIAGONAL else "fewest FLOPs"
-        ranked = sorted(self.costs.items(), key=lambda item: item[1].flops)
+        prices = {cost.price for cost in self.costs.values()}
+        if len(prices) > 1 and not self.pinned:
+            how += f", those of {MATRIX_FREE} counted {max(prices):g} times"
+        ranked = sorted(self.costs.items(), key=lambda item: item[1].effort)
         costs = ", ".join(f"{space} {cost.ratio(self.sizes):.3g}x" for space, cost in ranked)
         return f"{self.space} ({how}; beyond BackProp: {costs})"
 
@@ -61,6 +71,7 @@ def plan(
     space: str | None = None,
     available: tuple[str, ...] = SPACES,
     gram_flops: float | None = None,
+    own_price: float = 1.0,
 ) -> Plan:
     """Choose the space with the fewest FLOPs, or the one that was asked for.
 
@@ -73,6 +84,7 @@ def plan(
         space: pin this space instead of choosing.
         available: the spaces that the layer has.
         gram_flops: what S costs, where the layer has a better way than `2Nn²`.
+        own_price: what a FLOP of the layer's own products costs beside one of a product with K or S.
 
     Raises:
         ValueError: the solver and the layer have no space in common, or not the one that was asked for.
@@ -84,10 +96,10 @@ def plan(
     """
     spaces = possible_spaces(solver, space, available)
     usable = [name for name in available if name in (*solver.spaces, DIAGONAL)]
-    costs = {name: _cost(sizes, solver, name, gram_flops) for name in usable}
+    costs = {name: _cost(sizes, solver, name, gram_flops, own_price) for name in usable}
     cheapest = spaces[0]
     for name in spaces[1:]:  # a loop, because torch.compile does not trace `min(..., key=...)`
-        if costs[name].flops < costs[cheapest].flops:
+        if costs[name].effort < costs[cheapest].effort:
             cheapest = name
     return Plan(cheapest, sizes, costs, pinned=cheapest == space)
 
@@ -115,7 +127,7 @@ def possible_spaces(
     return common
 
 
-def _cost(sizes: Sizes, solver: Solver, space: str, gram_flops: float | None) -> Cost:
+def _cost(sizes: Sizes, solver: Solver, space: str, gram_flops: float | None, own_price: float) -> Cost:
     """FLOPs and numbers stored beyond BackProp's: the Gram matrix, and about four arrays of the unknowns."""
     groups, samples, features, outputs = sizes
     if space == DIAGONAL:
@@ -130,4 +142,5 @@ def _cost(sizes: Sizes, solver: Solver, space: str, gram_flops: float | None) ->
         FEATURE: features**2 + 4.0 * features * outputs,
         MATRIX_FREE: (samples + 4.0 * features) * outputs,
     }
-    return Cost(form[space] + solver.flops(sizes, space), groups * numbers[space])
+    price = own_price if space == MATRIX_FREE else 1.0
+    return Cost(form[space] + solver.flops(sizes, space), groups * numbers[space], price)

@@ -26,6 +26,9 @@ LONGEST_SUM = 1024
 LEAST_FLOPS = 5e8
 """Below this a product is bound by launches."""
 
+LEAST_FLOPS_OF_A_SQUARE = 1e10
+"""Below this, `AAᵀ` is not worth a transposed copy of A."""
+
 FAST_BFLOAT16 = ((8, 0), (9, 0), (10, 0), (10, 3))
 """Compute capabilities with at least fifteen times as many FLOPs in bfloat16 as in float32."""
 
@@ -40,6 +43,9 @@ def square(A: Tensor) -> Tensor:
     """`AAᵀ [groups, samples, samples]` for A `[groups, samples, features]`; in float32 where A is bfloat16."""
     if A.dtype == torch.bfloat16 and (not A.is_cuda or torch.compiler.is_compiling()):
         A = A.float()
+    if len(A) == 1 and 2.0 * A.numel() * A.shape[1] > LEAST_FLOPS_OF_A_SQUARE:
+        columns = A[0].mT.contiguous()
+        return transposed_product(columns, columns)[None]
     return multiply(A, A.mT)
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional, grad
 from proxprop.solve import Sizes
 from proxprop.transfer import autocorrelation, banded
 from proxprop.transfer.affine import Affine
-from proxprop.transfer.transfer import Parameters
+from proxprop.transfer.transfer import OWN_PRICE_ON_A_GPU, Parameters
 
 CONVOLVE = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 WEIGHT_GRADIENT = {1: grad.conv1d_weight, 2: grad.conv2d_weight, 3: grad.conv3d_weight}
@@ -176,6 +176,10 @@ class ConvTransfer(Affine):
             return None
         groups = self.sizes.groups
         return autocorrelation.flops(self._walks(), batch, groups, channels // groups)
+
+    def own_price(self) -> float:
+        """Higher on a GPU."""
+        return OWN_PRICE_ON_A_GPU if self.batched.is_cuda else 1.0
 
     def _bands(self) -> bool:
         """Whether S comes from products of image rows: on a GPU, for rows so short that launches are what counts."""

@@ -7,7 +7,7 @@ from torch.nn import functional
 from proxprop.solve import Sizes
 from proxprop.solve.products import transposed_product
 from proxprop.transfer.affine import Affine
-from proxprop.transfer.transfer import Parameters
+from proxprop.transfer.transfer import OWN_PRICE_ON_A_GPU, Parameters
 
 
 class LinearTransfer(Affine):
@@ -40,6 +40,10 @@ class LinearTransfer(Affine):
     def to_samples(self, G: Tensor) -> Tensor:
         """Leading dimensions flattened."""
         return super().to_samples(G.float() if G.dtype == torch.bfloat16 else G)
+
+    def own_price(self) -> float:
+        """Higher on a GPU."""
+        return OWN_PRICE_ON_A_GPU if self.input.is_cuda else 1.0
 
     def rows(self) -> Tensor:
         """The input, its leading dimensions flattened."""

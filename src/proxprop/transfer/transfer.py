@@ -11,6 +11,10 @@ Parameters = tuple[Tensor | None, ...]
 """One tensor for each of the layer's parameters, in its own shape; None for one that is not trained."""
 
 
+OWN_PRICE_ON_A_GPU = 2.0
+"""Products with K and S run on tensor cores in parts, those of a layer in the caller's precision and twice a step."""
+
+
 class Transfer(ABC):
     """One call of a layer, seen as `Y = A V` with everything but the parameters V held fixed.
 
@@ -60,6 +64,10 @@ class Transfer(ABC):
     def diagonal(self) -> Tensor:
         """S's diagonal `[groups, features]`, where S is diagonal."""
         raise NotImplementedError(f"{type(self).__name__} has no diagonal S")
+
+    def own_price(self) -> float:
+        """What a FLOP of φ and φ* costs beside one of a product with K or S."""
+        return 1.0
 
     def divide(self, G: Tensor, damping: float, factor: float) -> Parameters:
         """`factor·(λI + S)⁻¹AᵀG` where S is diagonal."""
