@@ -147,13 +147,13 @@ def public_name(name: str, layer: ProximalLayer) -> str:
 def _check(
     optimizer: object, model: object, running: object, limit: object, otherwise: object
 ) -> list[Optimizer]:
-    check_module(model, "attach")
     given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     if not isinstance(given, Sequence) or not given or not all(isinstance(o, Optimizer) for o in given):
         raise TypeError(
             "attach should be given an optimizer or a list of optimizers, then the model, but was given "
             f"{type(optimizer).__name__}"
         )
+    check_module(model, "attach")
     if running is not None and not isinstance(running, Running):
         raise TypeError(f"running should be a proxprop.Running or None but is {running!r}")
     if isinstance(limit, bool) or not isinstance(limit, int | float) or limit < 0:

@@ -104,8 +104,8 @@ class Watch:
             self._warned = True
             warnings.warn(
                 f"{self.systems[0].name}: a backward pass added to the gradient but not to S: backward(inputs=...), "
-                "a penalty on the parameters alone, or a forward pass from before attach. The step is solved without what it "
-                "would have added. This layer will not warn again",
+                "a penalty on the parameters alone, or a forward pass from before attach. The step is solved without "
+                "what it would have added. This layer will not warn again",
                 RuntimeWarning,
                 stacklevel=2,
             )
