@@ -208,18 +208,16 @@ def _joint(terms: Sequence[Term], start: int, stop: int) -> Term:
     first = terms[0].equation
     weight = Block(_weight(first).parameter, slice(start, stop))
     biases: list[Block] = []
-    places = []
+    places: list[int | None] = []  # of each term's bias among all of them
     for term in terms:
         own = [_cut(block, _weight(term.equation), start, stop) for block in term.equation.trained[1:]]
         biases += [bias for bias in own if not any(bias.meets(other) for other in biases)]
-        places.append([i for bias in own for i, other in enumerate(biases) if bias.meets(other)])
-    groups, features = terms[0].S.shape[0], terms[0].S.shape[-1] - len(places[0])
+        places.append(next((i for bias in own for i, other in enumerate(biases) if bias.meets(other)), None))
+    features = terms[0].S.shape[-1] - (places[0] is not None)
     size = features + len(biases)
-    S = terms[0].S.new_zeros(groups, size, size)
+    S = terms[0].S.new_zeros(terms[0].S.shape[0], size, size)
     for term, place in zip(terms, places, strict=True):
-        index = [*range(features), *(features + i for i in place)]
-        at = torch.tensor(index, device=S.device)
-        S[:, at[:, None], at] += term.S
+        _add(S, term.S, features, place)
     layout_of = first.layout_of
 
     def joint_layout(shapes: Shapes) -> Transfer:
@@ -227,6 +225,16 @@ def _joint(terms: Sequence[Term], start: int, stop: int) -> Term:
 
     equation = Equation(f"{first.name}[{start}:{stop}]", first.layer, (weight, *biases), joint_layout)
     return Term(equation, S, _total(terms))
+
+
+def _add(S: Tensor, summand: Tensor, features: int, place: int | None) -> None:
+    """Add S of one term, whose bias, if there is one, is its last feature and feature `features + place` here."""
+    S[:, :features, :features] += summand[:, :features, :features]
+    if place is not None:
+        at = features + place
+        S[:, :features, at] += summand[:, :features, -1]
+        S[:, at, :features] += summand[:, -1, :features]
+        S[:, at, at] += summand[:, -1, -1]
 
 
 def _cut(bias: Block, weight: Block, start: int, stop: int) -> Block:
