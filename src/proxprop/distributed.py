@@ -7,7 +7,7 @@ D is the direction of one process with the concatenated batch.
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from proxprop.packing import BUCKET_BYTES, buckets, pack, packed_size, unpack
+from proxprop.packing import BUCKET_BYTES, pack, packed_size, unpack
 
 
 def running() -> bool:
@@ -145,14 +145,14 @@ class Traffic:
 
 
 class Sums:
-    """Sums tensors over a process group, in place.
+    """Sums tensors over a process group.
 
     All ranks must ask for the same shapes in the same order; a rank that has nothing to add brings zeros.
 
     Args:
         group: the ranks to sum over.
         traffic: where to count what is sent.
-        limit: most bytes in one call.
+        limit: most bytes that callers should put into one call.
     """
 
     def __init__(
@@ -161,19 +161,8 @@ class Sums:
         self.group, self.limit = group, limit
         self.traffic = traffic or Traffic()
 
-    def start(self, tensors: Iterable[Tensor]) -> "Pending":
-        """Start to sum; the tensors may not be touched until they were waited for."""
-        tensors = list(tensors)
-        return Pending([self.send([tensors[i] for i in bucket]) for bucket in buckets(tensors, self.limit)])
-
-    def largest(self, flags: Tensor) -> Tensor:
-        """The largest of every entry over ranks, in place."""
-        with explained():
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
-        return flags
-
     def send(self, tensors: Sequence[Tensor]) -> "Bucket":
-        """Start to sum tensors of one type on one device, in one call."""
+        """Start to sum tensors of one type on one device, in one call. They are copied, packed, and may be freed."""
         sizes = [packed_size(tensor.shape) for tensor in tensors]
         flat = tensors[0].new_empty(sum(sizes))
         for tensor, out in zip(tensors, flat.split(sizes), strict=True):
@@ -183,37 +172,31 @@ class Sums:
         assert work is not None
         self.traffic.bytes += flat.numel() * flat.element_size()
         self.traffic.calls += 1
-        return Bucket(tensors, sizes, flat, work)
+        return Bucket([tensor.shape for tensor in tensors], flat, work)
+
+    def largest(self, flags: Tensor) -> Tensor:
+        """The largest of every entry over ranks, in place."""
+        with explained():
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+        return flags
 
 
-@dataclass
+@dataclass(frozen=True)
 class Bucket:
-    """Tensors whose sum is on its way."""
+    """Packed tensors whose sum is on its way."""
 
-    tensors: Sequence[Tensor]
-    sizes: list[int]
+    shapes: Sequence[torch.Size]
     flat: Tensor
     work: dist.Work
 
-    def wait(self) -> Sequence[Tensor]:
-        """The tensors, once they hold the sum over ranks."""
+    def wait(self) -> list[Tensor]:
+        """The sums over ranks, once they are there."""
         with explained():
             self.work.wait()
-        for tensor, packed in zip(self.tensors, self.flat.split(self.sizes), strict=True):
+        found = [self.flat.new_empty(shape) for shape in self.shapes]
+        for tensor, packed in zip(found, self.flat.split([packed_size(s) for s in self.shapes]), strict=True):
             unpack(packed, tensor)
-        return self.tensors
-
-
-@dataclass
-class Pending:
-    """Sums on their way."""
-
-    buckets: list[Bucket]
-
-    def arrivals(self) -> Iterator[Tensor]:
-        """The tensors in the order they were given, each once its sum is there; later ones are still on their way."""
-        while self.buckets:
-            yield from self.buckets.pop(0).wait()
+        return found
 
 
 class explained:

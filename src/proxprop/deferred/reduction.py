@@ -106,7 +106,8 @@ class Reduction:
     def _send_now(self, systems: Sequence[System]) -> None:
         """Send what no round was about: under FSDP2 everything, under DDP parts of layers in their first step."""
         under_way = {system for sent, _ in self._sent for system in sent}
-        waiting = [s for s in systems if s not in under_way and self.ranks.sums(s.parameters[0]) is not None]
+        waiting = [s for s in systems if s.current and s not in under_way]
+        waiting = [s for s in waiting if self.ranks.sums(s.parameters[0]) is not None]
         if not any(system.S is not None for system in waiting):
             return
         self._agree([s for s in waiting if s.layer not in self._parts])
