@@ -158,7 +158,9 @@ def piece(features: int, precision: str, device: str, samples: int = 8192) -> di
         "unpack": lambda: unpack(packed, S),
         "plain": lambda: A @ S[0],
     }
-    measured = {name: 1e3 * median(seconds(part, device, 1) for _ in range(5)) for name, part in parts.items()}
+    measured = {
+        name: 1e3 * median(seconds(part, device, 1) for _ in range(5)) for name, part in parts.items()
+    }
     return {"features": features, "outputs": features, "samples": samples, "precision": precision, **measured}
 
 

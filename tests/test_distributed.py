@@ -43,6 +43,8 @@ ON_ANY_RANKS = [
         "ddp-overlap",
         note="the direction of one process with the concatenated batch; see `docs/scaling.md` for unequal shares",
     ),
+    row("DistributedDataParallel, gradient scaling", "ddp-scaler"),
+    row("DistributedDataParallel, `ZeroRedundancyOptimizer`", "ddp-zero"),
     row("DistributedDataParallel, `no_sync`", "ddp-no-sync", "ddp-accumulate"),
     row("DistributedDataParallel, `static_graph`", "ddp-static-graph"),
     row("DistributedDataParallel, `gradient_as_bucket_view`", "ddp-bucket-view"),

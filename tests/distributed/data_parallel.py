@@ -7,9 +7,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from networks import NETWORKS
-from parity import assert_parity, mean_square, one_process, share, whole
+from parity import assert_parity, assert_same_on_all_ranks, mean_square, one_process, share, whole
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import proxprop
@@ -90,6 +91,36 @@ def two_optimizers() -> None:
     mean_square(model(share(whole("exact")))).backward()
     for optimizer in optimizers:
         optimizer.step()
+    assert_parity(model, one_process("exact"))
+
+
+def zero_redundancy() -> None:
+    """An optimizer that spreads its state over ranks; the directions are on all of them."""
+    model = DistributedDataParallel(NETWORKS["exact"].model())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    proxprop.attach(optimizer, model)
+    mean_square(model(share(whole("exact")))).backward()
+    optimizer.step()
+    assert_parity(model, one_process("exact"))
+    for parameter in model.parameters():
+        assert_same_on_all_ranks(parameter.detach())
+
+
+def scaled_loss() -> None:
+    """A gradient scaler skips a step with an infinity on one rank, on all ranks, and goes on."""
+    model, optimizer, _ = wrapped("exact")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    start = [p.detach().clone() for p in model.parameters()]
+    for broken in (True, False):
+        optimizer.zero_grad()
+        batch = share(whole("exact")).clone()
+        if broken and dist.get_rank() == 0:
+            batch[0, 0] = torch.inf
+        scaler.scale(mean_square(model(batch))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if broken:
+            assert all(torch.equal(p, q) for p, q in zip(model.parameters(), start, strict=True))
     assert_parity(model, one_process("exact"))
 
 
@@ -226,6 +257,8 @@ CASES: dict[str, Callable[[], None]] = {
     "ddp-accumulate": partial(accumulated, synchronised=True),
     "ddp-skipped-step": skipped_step,
     "ddp-two-optimizers": two_optimizers,
+    "ddp-zero": zero_redundancy,
+    "ddp-scaler": scaled_loss,
     "ddp-unused": layer_unused_on_some_ranks,
     "ddp-join": partial(uneven_inputs, divide_by_initial=True),
     "ddp-join-divide": partial(uneven_inputs, divide_by_initial=False),
