@@ -4,8 +4,8 @@ python benchmarks/scaling.py > docs/scaling.md
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from scaling_model import Network, Step, Term, Terms, fit, gram_seconds, plain_flops, predict, solve_seconds
@@ -139,8 +139,8 @@ def on_processes(ranks: dict[int, Record]) -> str:
     text = source(ranks[2]) + "\n"
     text += table(["gloo ranks", "latency of an all-reduce", "rate", "past all ranks together"], rows)
     text += (
-        "\nRanks of one machine share its memory and two cores, so that the rate of a rank falls as ranks are added; what "
-        "moves past all of them together, `2(ranks − 1)` times the bytes, is the last column.\n\n"
+        "\nRanks of one machine share its memory and two cores, so that a rank's rate falls as ranks are added; "
+        "the last column\nis what moves past all of them together, `2(ranks − 1)` times the bytes.\n\n"
     )
     steps = []
     for n, record in ranks.items():
@@ -191,21 +191,24 @@ def cells(steps: list[Step]) -> list[str]:
 def limits(terms: Terms) -> dict[str, str]:
     """Numbers for the text on where it stops paying."""
     resnet, gpt, llama = MODELS
-    one = {m.name: predict(m, terms, ASSUMPTION, 8, sharded=True, every=10) for m in MODELS}
-    sampled = predict(llama, terms, ASSUMPTION, 1024, sharded=True, every=10, rows=2048)
-    whole = predict(llama, terms, ASSUMPTION, 1024, sharded=True, every=10)
-    slow = Network(inside=450e9, between=50e9 / 8)
+    ethernet = replace(ASSUMPTION, between=1.25e9)
+
+    def ratio(model: Model, ranks: int, sharded: bool, **options: Any) -> str:
+        options = {"network": ASSUMPTION, "every": 10, **options}
+        return f"{predict(model, terms, ranks=ranks, sharded=sharded, **options).ratio:.2f}"
+
+    memory = predict(llama, terms, ASSUMPTION, 8, sharded=True, every=10).system_memory
     return {
-        "resnet": f"{one[resnet.name].ratio:.2f}",
-        "gpt": f"{one[gpt.name].ratio:.2f}",
-        "llama": f"{one[llama.name].ratio:.2f}",
-        "sampled": f"{sampled.ratio:.2f}",
-        "whole": f"{whole.ratio:.2f}",
-        "slow": f"{predict(gpt, terms, slow, 1024, sharded=False, every=10).ratio:.2f}",
-        "fast": f"{predict(gpt, terms, ASSUMPTION, 1024, sharded=False, every=10).ratio:.2f}",
-        "memory": f"{one[llama.name].system_memory / 1e9:.0f}",
-        "batch": f"{predict(gpt, terms, ASSUMPTION, 8, sharded=False, every=0).ratio:.2f}",
-        "spread": f"{median(s.ratio for s in one.values()):.2f}",
+        "resnet": ratio(resnet, 8, True),
+        "gpt": ratio(gpt, 8, True),
+        "llama": ratio(llama, 8, True),
+        "fast": ratio(gpt, 1024, False),
+        "strong": ratio(replace(gpt, items=1), 1024, False),
+        "batch": ratio(gpt, 8, False, every=0),
+        "slow": ratio(gpt, 1024, False, network=ethernet),
+        "whole": ratio(llama, 1024, True),
+        "sampled": ratio(llama, 1024, True, rows=2048),
+        "memory": f"{memory / 1e9:.0f}",
     }
 
 

@@ -20,9 +20,11 @@ WORKER = ROOT / "tests" / "distributed" / "worker.py"
 Launch = Callable[[int], dict[str, str]]
 
 
-def row(feature: str, *cases: str, note: str = "", status: str = "works") -> object:
-    marker = pytest.mark.compatibility(feature, mode="deferred", note=note, status=status)
-    return pytest.param(cases, marks=marker, id=cases[0])
+def row(
+    feature: str, *cases: str, note: str = "", status: str = "works", modes: tuple[str, ...] = ("deferred",)
+) -> object:
+    marks = [pytest.mark.compatibility(feature, mode=mode, note=note, status=status) for mode in modes]
+    return pytest.param(cases, marks=marks, id=cases[0])
 
 
 ON_ANY_RANKS = [
@@ -46,7 +48,7 @@ ON_ANY_RANKS = [
     row("DistributedDataParallel, gradient scaling", "ddp-scaler"),
     row("DistributedDataParallel, `ZeroRedundancyOptimizer`", "ddp-zero"),
     row("DistributedDataParallel, `no_sync`", "ddp-no-sync", "ddp-accumulate"),
-    row("DistributedDataParallel, `static_graph`", "ddp-static-graph"),
+    row("DistributedDataParallel, `static_graph`", "ddp-static-graph", "ddp-reentrant"),
     row("DistributedDataParallel, `gradient_as_bucket_view`", "ddp-bucket-view"),
     row("DistributedDataParallel, `find_unused_parameters`", "ddp-unused"),
     row(
@@ -83,6 +85,7 @@ ON_ANY_RANKS = [
         "tensor-parallel-colwise",
         "tensor-parallel-rowwise",
         status="refused",
+        modes=("immediate", "deferred"),
         note="where ranks hold different features, no rank can form S alone",
     ),
     row("Running averages over ranks", "running-ddp", "running-fsdp"),

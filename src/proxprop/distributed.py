@@ -169,7 +169,6 @@ class Sums:
             pack(tensor, out)
         with explained():
             work = dist.all_reduce(flat, group=self.group, async_op=True)
-        assert work is not None
         self.traffic.bytes += flat.numel() * flat.element_size()
         self.traffic.calls += 1
         return Bucket([tensor.shape for tensor in tensors], flat, work)
@@ -187,7 +186,7 @@ class Bucket:
 
     shapes: Sequence[torch.Size]
     flat: Tensor
-    work: dist.Work
+    work: Any
 
     def wait(self) -> list[Tensor]:
         """The sums over ranks, once they are there."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import proxprop
 from proxprop.deferred import Deferred
@@ -161,6 +162,38 @@ def layer_unused_on_some_ranks() -> None:
     assert_parity(model, {name: p.grad for name, p in alone.named_parameters()})
 
 
+class Repeated(nn.Module):
+    """One layer three times, each recomputed in a backward pass inside the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.repeated, self.last = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = checkpoint(lambda x: self.repeated(x).tanh(), x, use_reentrant=True)
+        return self.last(x)
+
+
+def layer_reached_several_times() -> None:
+    """What a layer adds after its S was sent is sent as well."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return proxprop.convert(Repeated().double(), proxprop.Exact(), tau_theta=0.5)
+
+    alone, model = build(), DistributedDataParallel(build(), static_graph=True)
+    for each, batch in ((alone, whole("exact")), (model, share(whole("exact")))):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.0)
+        proxprop.attach(optimizer, each)
+        for _ in range(2):
+            optimizer.zero_grad()
+            mean_square(each(batch)).backward()
+            optimizer.step()
+    assert_parity(model, {name: p.grad for name, p in alone.named_parameters()})
+
+
 def uneven_inputs(divide_by_initial: bool) -> None:
     """Rank r has r + 1 batches: in step k the ranks that still have one take part, the others bring nothing."""
     model, optimizer, attached = wrapped("exact")
@@ -259,6 +292,7 @@ CASES: dict[str, Callable[[], None]] = {
     "ddp-two-optimizers": two_optimizers,
     "ddp-zero": zero_redundancy,
     "ddp-scaler": scaled_loss,
+    "ddp-reentrant": layer_reached_several_times,
     "ddp-unused": layer_unused_on_some_ranks,
     "ddp-join": partial(uneven_inputs, divide_by_initial=True),
     "ddp-join-divide": partial(uneven_inputs, divide_by_initial=False),
