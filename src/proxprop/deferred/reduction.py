@@ -97,7 +97,8 @@ class Reduction:
         self._send_now(systems)
         chosen = set(systems)
         for arrived in self._arrivals():
-            yield from (self._taken(s) for s in arrived if s in chosen)
+            later = {system for sent, _ in self._sent for system in sent}
+            yield from (self._taken(s) for s in arrived if s in chosen - later)
         yield from (self._taken(s) for s in systems if s in self._totals)
         for system in systems:
             if system.S is not None and self.ranks.sums(system.parameters[0]) is None:
