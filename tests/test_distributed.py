@@ -79,6 +79,7 @@ ON_ANY_RANKS = [
         "fsdp-two-steps",
         note="each rank solves for the rows it owns",
     ),
+    row("FSDP2, mixed precision", "fsdp-bf16", note="S and the solve in float32"),
     row("FSDP2, CPU offload", "fsdp-offload-exact", "fsdp-offload-convnet"),
     row(
         "Tensor parallel (`parallelize_module`)",

@@ -12,7 +12,7 @@ from networks import NETWORKS
 from parity import assert_parity, mean_square, one_process, share, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -69,6 +69,22 @@ def accumulated() -> None:
         (len(part) / len(mine) * mean_square(model(part))).backward()
     optimizer.step()
     assert_parity(model, one_process("gradient"))
+
+
+def mixed_precision() -> None:
+    """Products in bfloat16, sums and the solve in float32: as near as bfloat16 is to the float64 direction."""
+    model = NETWORKS["exact"].model().float()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mesh=mesh(), mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    proxprop.attach(optimizer, model)
+    mean_square(model(share(whole("exact")).float())).backward()
+    optimizer.step()
+    expected = one_process("exact")
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.dtype == torch.float32
+        error = (parameter.grad.full_tensor() - expected[name]).norm() / expected[name].norm()
+        assert error < 0.03, f"{name}: {error:.1e}"
 
 
 def own_rows_only() -> None:
@@ -136,6 +152,7 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"fsdp-offload-{name}": partial(offloaded, name) for name in ("exact", "convnet")},
     "fsdp-features": cut_by_features,
     "fsdp-accumulate": accumulated,
+    "fsdp-bf16": mixed_precision,
     "fsdp-own-rows": own_rows_only,
     "fsdp-two-steps": two_steps_with_adam,
     "fsdp-immediate-warns": warned_once_in_immediate_mode,

@@ -105,7 +105,7 @@ class Reduction:
                 yield system, *system.take()
 
     def _send_now(self, systems: Sequence[System]) -> None:
-        """Send what no round was about: under FSDP2 everything, under DDP what came after a round or in a first step."""
+        """Send what no round was about: under FSDP2 all, under DDP what came after a round or in a first step."""
         covered = {system for sent, _ in self._sent for system in sent} | self._totals.keys()
         waiting = [s for s in systems if s.current and (s.S is not None or s not in covered)]
         waiting = [s for s in waiting if self.ranks.sums(s.parameters[0]) is not None]
