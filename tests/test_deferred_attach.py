@@ -330,3 +330,29 @@ def test_an_attached_model_is_summarised_without_summing() -> None:
     handle = proxprop.attach(sgd(model), model)
     proxprop.summary(model, images())
     assert all(system.S is None for system in handle.systems)
+
+
+def test_observe_asks_to_detach_first() -> None:
+    model = small_model()
+    proxprop.attach(sgd(model), model)
+    with (
+        pytest.raises(ValueError, match=r"solves inside backward: call proxprop\.detach\(model\) first"),
+        proxprop.diagnostics.observe(model),
+    ):
+        pass
+
+
+@works("Nothing waits for the device", mode="deferred", note="a meta tensor has no number to wait for")
+@pytest.mark.parametrize("running", [None, Running(every=2), Running(every=2, damping=None)], ids=str)
+@pytest.mark.parametrize("solver", [Exact(), CG(2)], ids=str)
+def test_nothing_asks_for_a_number_on_the_host(running: Running | None, solver: Solver) -> None:
+    model = small_model(solver, torch.float32).to("meta")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, capturable=False)
+    proxprop.attach(optimizer, model, running=running)
+    for step in range(4):
+        for part in images(dtype=torch.float32).to("meta").split(2):
+            model(part).square().mean().backward()
+        if step != 1:  # one step is given up
+            proxprop.solve(model)
+        optimizer.zero_grad(set_to_none=False)
+    assert all(p.grad.is_meta for p in model.parameters())
