@@ -89,6 +89,12 @@ ON_ANY_RANKS = [
         modes=("immediate", "deferred"),
         note="where ranks hold different features, no rank can form S alone",
     ),
+    row(
+        "FSDP1 (`FullyShardedDataParallel`)",
+        "fsdp1-refused",
+        status="refused",
+        note="shards do not follow rows; use `fully_shard`",
+    ),
     row("Running averages over ranks", "running-ddp", "running-fsdp"),
     row(
         "NaN and infinities on one rank",

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from proxprop.packing import BUCKET_BYTES, pack, packed_size, unpack
 
 
-def running() -> bool:
+def several_ranks() -> bool:
     """Whether this process is one of several ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
@@ -32,6 +32,9 @@ def mesh_of(tensor: Tensor) -> Any:
 
 class Ranks:
     """The ranks that a model's batch is spread over, by DDP or by the mesh of FSDP2.
+
+    Args:
+        model: the model, or what wraps it.
 
     Attributes:
         wrapper: the DistributedDataParallel around the model; None where there is none or it was not met yet.
@@ -47,15 +50,14 @@ class Ranks:
         """What sums over the ranks that hold a share of this parameter's batch; None where there is but one."""
         mesh = mesh_of(parameter)
         around = self.wrapper if mesh is None else mesh
-        if around is None or not running():
+        if around is None or not several_ranks():
             return None
         if around not in self._sums:
-            process_group = None if mesh is not None else around.process_group
-            self._sums[around] = self._sums_over(
-                mesh.mesh.flatten().tolist()
-                if mesh is not None
-                else dist.get_process_group_ranks(process_group)
+            of_ddp = mesh is None
+            ranks = (
+                dist.get_process_group_ranks(around.process_group) if of_ddp else mesh.mesh.flatten().tolist()
             )
+            self._sums[around] = self._sums_over(ranks)
         return self._sums[around]
 
     def _sums_over(self, ranks: list[int]) -> "Sums | None":
@@ -65,6 +67,15 @@ class Ranks:
         group = dist.new_group(ranks, timeout=_timeout(), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         return Sums(group, self.traffic)
+
+
+def refuse_flat_parameters(model: nn.Module) -> None:
+    """Raise ValueError for a model in the older FSDP."""
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ValueError(
+            "FullyShardedDataParallel cuts parameters without regard to their rows, so that no rank can solve for "
+            "what it holds. Use torch.distributed.fsdp.fully_shard"
+        )
 
 
 def _timeout() -> timedelta | None:

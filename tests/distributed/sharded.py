@@ -12,7 +12,12 @@ from networks import NETWORKS
 from parity import assert_parity, mean_square, one_process, share, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -147,6 +152,15 @@ def tensor_parallel_is_refused(style: str) -> None:
             model(whole("even"))
 
 
+def older_fsdp_is_refused() -> None:
+    model = FullyShardedDataParallel(
+        NETWORKS["exact"].model(), device_id=torch.device("cpu"), use_orig_params=True
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"FullyShardedDataParallel cuts .*fully_shard"):
+        proxprop.attach(optimizer, model)
+
+
 CASES: dict[str, Callable[[], None]] = {
     **{f"fsdp-{name}": partial(one_step, name) for name in NETWORKS},
     **{f"fsdp-offload-{name}": partial(offloaded, name) for name in ("exact", "convnet")},
@@ -158,6 +172,7 @@ CASES: dict[str, Callable[[], None]] = {
     "fsdp-immediate-warns": warned_once_in_immediate_mode,
     "fsdp-hybrid": partial(one_step, "convnet", hybrid=True),
     "fsdp-hybrid-cg": partial(one_step, "cg", hybrid=True),
+    "fsdp1-refused": older_fsdp_is_refused,
     "tensor-parallel-colwise": partial(tensor_parallel_is_refused, "colwise"),
     "tensor-parallel-rowwise": partial(tensor_parallel_is_refused, "rowwise"),
 }

@@ -18,6 +18,7 @@ from proxprop.deferred.choice import (
 )
 from proxprop.deferred.handle import Deferred, attachments
 from proxprop.deferred.running import Running
+from proxprop.distributed import refuse_flat_parameters
 from proxprop.nn import ProximalLayer
 
 
@@ -68,6 +69,7 @@ def attach(
         >>> optimizer.step()  # the direction of all 16
     """
     optimizers = _check(optimizer, model, running, limit, otherwise)
+    refuse_flat_parameters(model)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, ProximalLayer)}
     if not layers:
         raise ValueError("the model has no proximal layer to attach: call proxprop.convert(model) first")
@@ -115,7 +117,7 @@ def detach(attached: nn.Module | Optimizer) -> None:
 def solve(model: nn.Module) -> None:
     """Turn the gradients of a model's attached layers into directions now, to clip or look at them before a step.
 
-    The optimizer's step then solves nothing more. Where no backward pass came since the last solve, nothing is done.
+    A part of a model may be given too: its layers are solved, and with them those that share parameters. The optimizer's step then solves nothing more. Where no backward pass came since the last solve, nothing is done.
 
     Example:
         >>> import torch, proxprop
@@ -132,7 +134,7 @@ def solve(model: nn.Module) -> None:
     if not found:
         raise ValueError("solve: the model is not attached: call proxprop.attach(optimizer, model) first")
     for deferred in found:
-        deferred.solve()
+        deferred.solve(model.parameters())
 
 
 WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
