@@ -429,3 +429,16 @@ def test_training_with_cg_goes_down() -> None:
         losses.append(float(loss.detach()))
     assert all(map(math.isfinite, losses))
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_part_of_a_model_can_be_solved() -> None:
+    model = small_model(Exact())
+    expected = directions(copy.deepcopy(model), images())
+    optimizer, _ = still(model)
+    plain = directions(model, images())
+    proxprop.solve(model[3])
+    found = grads(model)
+    assert relative_error(found["3.weight"], expected["3.weight"]) < 1e-9
+    assert torch.equal(found["0.weight"], plain["0.weight"])
+    optimizer.step()
+    assert_same(grads(model), expected, tolerance=1e-9)

@@ -349,3 +349,26 @@ def test_the_first_layer_of_a_model_on_meta_has_a_state_too() -> None:
         model = proxprop.convert(plain_model(torch.float32), Exact())
     handle = proxprop.attach(torch.optim.SGD(model.parameters(), lr=0.0), model, running=Running())
     assert handle.state_dict()["0.S"].is_meta
+
+
+def test_a_model_that_is_moved_keeps_its_averages_and_one_that_is_frozen_starts_anew() -> None:
+    running = Running(decay=0.5, every=5)
+    layer, optimizer = attached(Exact(), running)
+    same, same_optimizer = attached(Exact(), running)
+    (x, G), (x2, G2) = batches(2)
+    stepped(layer, optimizer, x, G)
+    stepped(same, same_optimizer, x, G)
+    layer.float()
+    found = stepped(
+        layer, optimizer, x2.float(), G2.float()
+    )  # with the S of both steps: its operator is made anew
+    optimizer.zero_grad()
+    assert found.dtype == torch.float32
+    S = 0.5 * rows(x).T @ rows(x) + rows(x2).T @ rows(x2)
+    C = S / (0.5 * len(x) + len(x2))
+    assert relative_error(found.double(), stated(C, rows(x2).T @ G2, 0.3, Exact())) < 1e-4
+    same.bias.requires_grad_(False)
+    same_optimizer.zero_grad()
+    same(x2).backward(G2)
+    same_optimizer.step()
+    assert relative_error(same.weight.grad.T, stated(x2.T @ x2 / len(x2), x2.T @ G2, 0.3, Exact())) < 1e-9

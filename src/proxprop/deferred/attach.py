@@ -117,7 +117,8 @@ def detach(attached: nn.Module | Optimizer) -> None:
 def solve(model: nn.Module) -> None:
     """Turn the gradients of a model's attached layers into directions now, to clip or look at them before a step.
 
-    A part of a model may be given too: its layers are solved, and with them those that share parameters. The optimizer's step then solves nothing more. Where no backward pass came since the last solve, nothing is done.
+    A part of a model may be given too: its layers are solved, and with them those that share parameters. The
+    optimizer's step then solves nothing more. Where no backward pass came since the last solve, nothing is done.
 
     Example:
         >>> import torch, proxprop
