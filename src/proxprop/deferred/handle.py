@@ -9,8 +9,9 @@ from torch.optim import Optimizer
 
 from proxprop.backward import Sampling
 from proxprop.deferred.choice import Choice
-from proxprop.deferred.equation import Term, components, join
+from proxprop.deferred.equation import components
 from proxprop.deferred.joining import Joins
+from proxprop.deferred.joint import Term, join
 from proxprop.deferred.operator import SolveOnce, absolute_form
 from proxprop.deferred.reduction import Reduction
 from proxprop.deferred.running import Averages, Cluster, Running

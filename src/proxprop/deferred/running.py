@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from proxprop.deferred.equation import Equation, Term, join
+from proxprop.deferred.equation import Equation
+from proxprop.deferred.joint import Term, join
 from proxprop.deferred.operator import (
     Form,
     Inverse,
