@@ -118,14 +118,15 @@ def test_a_learning_rate_stays_stable() -> None:
 
 
 @works("Running averages of S (`running=Running(...)`)", mode="deferred")
-def test_layers_of_every_kind_train_on_running_averages() -> None:
+@pytest.mark.parametrize("rows", [None, 4])
+def test_layers_of_every_kind_train_on_running_averages(rows: int | None) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Embedding(7, 4), nn.LayerNorm(4), nn.Conv1d(3, 4, 2, groups=1), nn.Flatten(), nn.Linear(12, 2)
     )
     model = proxprop.convert(model.double(), Exact(), kinds="all", include_last=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    proxprop.attach(optimizer, model, running=Running(every=3))
+    proxprop.attach(optimizer, model, running=Running(every=3, rows=rows))
     input = torch.randint(7, (10, 3), generator=torch.Generator().manual_seed(0))
     losses = []
     for _ in range(20):
