@@ -95,6 +95,8 @@ def test_what_can_not_be_attached_says_why() -> None:
         proxprop.solve(model)
     with pytest.raises(ValueError, match=r"detach: nothing is attached here"):
         proxprop.detach(model)
+    with pytest.raises(TypeError, match=r"detach should be given a model or an optimizer but was given int"):
+        proxprop.detach(3)
     assert all(layer._attached is None for layer in (model[0], model[3]))
 
 

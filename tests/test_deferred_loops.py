@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import proxprop
@@ -442,3 +444,61 @@ def test_part_of_a_model_can_be_solved() -> None:
     assert torch.equal(found["0.weight"], plain["0.weight"])
     optimizer.step()
     assert_same(grads(model), expected, tolerance=1e-9)
+
+
+class Wrapped(torch.optim.Optimizer):
+    """A wrapper such as Accelerate's: an optimizer that is none by itself."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def test_a_wrapped_optimizer_is_attached_by_what_it_wraps() -> None:
+    model = small_model(Exact())
+    expected = directions(copy.deepcopy(model), images())
+    wrapped = Wrapped(torch.optim.SGD(model.parameters(), lr=0.0))
+    proxprop.attach(wrapped, model)
+    directions(model, images())
+    wrapped.step()
+    assert_same(grads(model), expected, tolerance=1e-9)
+    proxprop.detach(wrapped)
+    assert model[0]._attached is None
+
+
+EVENTS = st.sampled_from(["backward", "zero to none", "zero in place", "step", "solve", "eval", "clip"])
+
+
+@given(st.lists(EVENTS, min_size=1, max_size=12))
+@settings(max_examples=150)
+def test_any_order_of_events_keeps_s_in_step_with_the_gradient(events: list[str]) -> None:
+    """The direction is always that of the micro-batches since the gradient was last zeroed, or an error is raised."""
+    layer = proxprop.nn.Linear(4, 3, solver=Exact(), dtype=torch.float64)
+    optimizer, _ = still(layer)
+    rows, solved = [], False
+    for number, event in enumerate(events):
+        if event == "backward":
+            x, G = randn(2 + number % 3, 4, seed=number), randn(2 + number % 3, 3, seed=99 + number)
+            if solved and layer.weight.grad is not None:
+                with pytest.raises(RuntimeError, match="still holds the direction"):
+                    layer(x).backward(G)
+                return
+            layer(x).backward(G)
+            rows.append((x, G))
+        elif event.startswith("zero"):
+            layer.zero_grad(set_to_none=event == "zero to none")
+            rows, solved = [], False
+        elif event in ("step", "solve") and rows:
+            optimizer.step() if event == "step" else proxprop.solve(layer)
+            solved = True
+            A = torch.cat([torch.cat([x, torch.ones(len(x), 1).double()], 1) for x, _ in rows])
+            B = A.T @ torch.cat([G for _, G in rows])
+            D = torch.linalg.solve(torch.eye(5).double() + A.T @ A, B)
+            assert relative_error(layer.weight.grad, D[:4].T) < 1e-9
+        elif event == "eval":
+            with torch.no_grad():
+                layer(randn(3, 4, seed=7))
+        elif event == "clip" and not solved:
+            nn.utils.clip_grad_norm_(layer.parameters(), 1e9)

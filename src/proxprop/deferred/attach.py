@@ -138,6 +138,13 @@ def solve(model: nn.Module) -> None:
         deferred.solve(model.parameters())
 
 
+def innermost(optimizer: object) -> object:
+    """The optimizer that takes the steps, inside wrappers such as Accelerate's and Lightning's."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
 WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Names that DDP, torch.compile and others put between those of a model's own modules."""
 
@@ -150,8 +157,9 @@ def public_name(name: str, layer: ProximalLayer) -> str:
 def _check(
     optimizer: object, model: object, running: object, limit: object, otherwise: object
 ) -> list[Optimizer]:
-    given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    if not isinstance(given, Sequence) or not given or not all(isinstance(o, Optimizer) for o in given):
+    given = [innermost(o) for o in optimizer] if isinstance(optimizer, Sequence) else [innermost(optimizer)]
+    optimizers = [each for each in given if isinstance(each, Optimizer)]
+    if not given or len(optimizers) < len(given):
         raise TypeError(
             "attach should be given an optimizer or a list of optimizers, then the model, but was given "
             f"{type(optimizer).__name__}"
@@ -163,7 +171,7 @@ def _check(
         raise ValueError(f"limit should be a number of bytes but is {limit!r}")
     if otherwise not in OTHERWISE:
         raise ValueError(f"otherwise should be one of {', '.join(OTHERWISE)} but is {otherwise!r}")
-    return list(given)
+    return optimizers
 
 
 def _refuse_twice(choices: dict[str, Choice]) -> None:
@@ -177,9 +185,12 @@ def _refuse_twice(choices: dict[str, Choice]) -> None:
 
 def _deferred_of(attached: nn.Module | Optimizer) -> list[Deferred]:
     """What a model's layers, or an optimizer, are attached by."""
-    if isinstance(attached, Optimizer):
-        hooks = attached._optimizer_step_pre_hooks.values()
-        owners = [getattr(hook, "__self__", None) for hook in hooks]
-        return [owner for owner in owners if isinstance(owner, Deferred)]
-    check_module(attached, "detach")
-    return list({attachment.deferred: None for attachment in attachments(attached)})
+    if isinstance(attached, nn.Module):
+        return list({attachment.deferred: None for attachment in attachments(attached)})
+    inner = innermost(attached)
+    if not isinstance(inner, Optimizer):
+        raise TypeError(
+            f"detach should be given a model or an optimizer but was given {type(attached).__name__}"
+        )
+    owners = [getattr(hook, "__self__", None) for hook in inner._optimizer_step_pre_hooks.values()]
+    return [owner for owner in owners if isinstance(owner, Deferred)]
