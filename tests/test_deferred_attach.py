@@ -204,6 +204,9 @@ def test_an_s_over_the_limit_is_left_out_with_a_message(otherwise: str) -> None:
     assert handle.bytes == 7 * 7 * 8
     assert f"0: {otherwise}, its S would take 13.1 KiB" in repr(handle)
     assert "2: deferred, S takes 392 B" in repr(handle)
+    row = proxprop.summary(model, randn(5, 40, seed=1)).rows[0]
+    assert row.status == ("explicit" if otherwise == "explicit" else "converted")
+    assert ("attached without an S" in row.reason) is (otherwise == "explicit")
     input = randn(5, 40, seed=1)
     copied = copy.deepcopy(model)
     model(input).square().sum().backward()

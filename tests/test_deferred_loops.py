@@ -502,3 +502,19 @@ def test_any_order_of_events_keeps_s_in_step_with_the_gradient(events: list[str]
                 layer(randn(3, 4, seed=7))
         elif event == "clip" and not solved:
             nn.utils.clip_grad_norm_(layer.parameters(), 1e9)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_sparse_gradient_that_is_zeroed_takes_its_counts_along(set_to_none: bool) -> None:
+    found = []
+    for given_up in (False, True):
+        torch.manual_seed(0)
+        layer = proxprop.nn.Embedding(6, 3, sparse=True, dtype=torch.float64)
+        handle = proxprop.attach(torch.optim.SparseAdam(list(layer.parameters())), layer)
+        if given_up:
+            layer(torch.tensor([0, 0, 1])).sum().backward()
+            layer.zero_grad(set_to_none=set_to_none)
+        layer(torch.tensor([1, 2, 2])).sum().backward()
+        handle.solve()
+        found.append(layer.weight.grad.to_dense())
+    assert torch.equal(*found)

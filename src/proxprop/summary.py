@@ -155,7 +155,7 @@ def _row(
     name: str, module: nn.Module, last: nn.Module | None, plans: dict[nn.Module, list[Plan]]
 ) -> LayerSummary:
     found = plans.get(module, [])
-    converted = isinstance(module, ProximalLayer) or bool(found)
+    converted = (isinstance(module, ProximalLayer) and not _kept_explicit(module)) or bool(found)
     return LayerSummary(
         name=name,
         kind=plain_class(module).__name__,
@@ -173,6 +173,8 @@ def _reason(module: nn.Module, last: nn.Module | None, reached: bool) -> str:
         return "frozen: nothing to solve"
     if reached:
         return "" if isinstance(module, ProximalLayer) else "solved by the module around it"
+    if _kept_explicit(module):
+        return "attached without an S: BackProp's gradient; see what attach returned"
     if isinstance(module, ProximalLayer):
         return "the example did not reach it"
     if module is last:
@@ -193,6 +195,12 @@ def _reason(module: nn.Module, last: nn.Module | None, reached: bool) -> str:
         if kind in default_kinds()
         else f"{kind.__name__} is converted when asked for; see kinds"
     )
+
+
+def _kept_explicit(module: nn.Module) -> bool:
+    """Whether `attach` left a converted layer BackProp's gradient."""
+    attached = module._attached if isinstance(module, ProximalLayer) else None
+    return attached is not None and attached.explicit()
 
 
 def _unknown_kind(kind: type[nn.Module]) -> str:
