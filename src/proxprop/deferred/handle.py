@@ -125,6 +125,7 @@ class Deferred(Joins):
             self._solve(cluster, terms)
 
     def _solve(self, cluster: Cluster, terms: Sequence[Term]) -> None:
+        self._watches[cluster].refuse_mixed()
         if self.averages is not None:
             for equation, operator in self.averages.operators(cluster, terms):
                 direct(equation, operator)

@@ -25,7 +25,7 @@ class Watch:
         self.systems = systems
         self.parameters = list({p: None for system in systems for p in system.parameters})
         self._task = -1
-        self._summed = self._warned = False
+        self._summed = self._warned = self._mixed = False
         self._versions: dict[nn.Parameter, int] = {}
         self._solved: dict[nn.Parameter, int] = {}
         # A compiled backward may add to the parameters' gradients before it adds to S.
@@ -41,13 +41,24 @@ class Watch:
         self._task, self._summed = task, False
         if any(system.S is not None for system in self.systems):
             self._forget_if_zeroed()
-        self._refuse_to_mix()
         before = self._current()
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._note_pass(before))
+        mixed = self._holds_direction() or (self._mixed and before == self._versions)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._note_pass(before, mixed))
 
     def note_sum(self) -> None:
         """S was added to."""
         self._summed = True
+
+    def refuse_mixed(self) -> None:
+        """Raise if the gradients were added to a direction.
+
+        Only when they are to be solved: a discriminator's often are, by the generator's loss, and then zeroed.
+        """
+        if self._mixed:
+            raise RuntimeError(
+                f"{self.systems[0].name}: .grad still held the direction of the last step when backward added to it, "
+                "so that it can't be solved for. Call zero_grad() on the model between a step and the next backward"
+            )
 
     def note_solved(self) -> None:
         """The gradients hold the direction now."""
@@ -87,20 +98,17 @@ class Watch:
             if leaf.grad is not None:
                 leaf.grad.masked_fill_(zeroed.to(leaf.device), 0.0)
 
-    def _refuse_to_mix(self) -> None:
-        """Raise if a gradient is surely still the direction of the last solve."""
-        for parameter, version in self._solved.items():
-            if parameter.grad is not None and parameter.grad._version == version:
-                raise RuntimeError(
-                    f"{self.systems[0].name}: .grad still holds the direction of the last step, and a gradient can't "
-                    "be added to it. Call zero_grad() on the model between a step and the next backward"
-                )
-        self._solved = {}
+    def _holds_direction(self) -> bool:
+        """Whether a gradient is surely still the direction of the last solve."""
+        return any(p.grad is not None and p.grad._version == version for p, version in self._solved.items())
 
-    def _note_pass(self, before: dict[nn.Parameter, int]) -> None:
-        """A backward pass has ended: remember the gradients that S belongs to."""
+    def _note_pass(self, before: dict[nn.Parameter, int], mixed: bool) -> None:
+        """A backward pass has ended: remember the gradients that S belongs to, and whether they hold a direction."""
         self._task = -1
         self._versions = self._current()
+        self._mixed = mixed and self._summed
+        if self._summed:
+            self._solved = {}
         if not self._summed and self._versions != before and not self._warned:
             self._warned = True
             warnings.warn(
