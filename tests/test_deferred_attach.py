@@ -50,15 +50,19 @@ def test_detach_undoes_everything(by: str) -> None:
     proxprop.attach(optimizer, model)
 
 
-def test_nothing_keeps_a_detached_model_alive() -> None:
+@pytest.mark.parametrize("detached", [True, False])
+def test_nothing_outlives_a_model_that_is_dropped(detached: bool) -> None:
     model = small_model()
-    proxprop.attach(sgd(model), model)
+    optimizer = sgd(model)
+    handle = proxprop.attach(optimizer, model)
     loss_of(model, images()).backward()
-    proxprop.detach(model)
-    gone = weakref.ref(model)
-    del model
+    optimizer.step()
+    if detached:
+        proxprop.detach(model)
+    gone = [weakref.ref(each) for each in (model, model[0].weight, optimizer, handle)]
+    del model, optimizer, handle
     gc.collect()
-    assert gone() is None
+    assert [reference() for reference in gone] == [None] * 4
 
 
 def test_attaching_twice_says_what_to_do() -> None:

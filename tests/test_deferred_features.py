@@ -171,20 +171,22 @@ def test_batched_output_gradients_are_plain_gradients() -> None:
     assert all(relative_error(a, b) < 1e-12 for a, b in zip(found, expected, strict=True))
 
 
-@works("`retain_graph`")
-def test_a_graph_that_is_gone_through_twice_counts_twice() -> None:
-    model = small_model(Exact())
-    whole = copy.deepcopy(model)
-    for each in (whole, model):
-        optimizer = attached(each)
-        if each is whole:
-            (loss_of(each, images()) + loss_of(each, images())).backward()
-        else:
-            loss = loss_of(each, images())
-            loss.backward(retain_graph=True)
-            loss.backward()
+@works("`retain_graph`", note="rows of a graph that is gone through several times count once")
+@FEW
+def test_losses_that_share_a_forward_pass_share_its_rows(solver: Solver) -> None:
+    """However the loss is split into backward passes, or looked at by `torch.autograd.grad` before."""
+    model = small_model(solver)
+    expected = directions(copy.deepcopy(model), images())
+    optimizer = attached(model)
+    for looks in (False, True):
+        optimizer.zero_grad()
+        loss = loss_of(model, images())
+        if looks:
+            torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        (0.3 * loss).backward(retain_graph=True)
+        (0.7 * loss).backward()
         optimizer.step()
-    assert_same(grads(model), grads(whole), tolerance=1e-9)
+        assert_same(grads(model), expected, tolerance=1e-9)
 
 
 @works("Tensor and module hooks", note="see gradients in backward, in deferred mode")

@@ -38,6 +38,10 @@ class Attachment:
         self.deferred.refuse_uneven_inputs()
         return self.systems[part].leaves(device, dtype)
 
+    def summing(self, part: str) -> System:
+        """What those leaves belong to."""
+        return self.systems[part]
+
     def sampling(self, part: str) -> Sampling | None:
         """Which rows S is estimated from; None for all."""
         return self.deferred.sampling(self.systems[part])

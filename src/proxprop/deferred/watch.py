@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from proxprop.deferred.system import System
+from proxprop.deferred.system import System, weakly
 from proxprop.distributed import mesh_of
 
 
@@ -29,7 +29,9 @@ class Watch:
         self._versions: dict[nn.Parameter, int] = {}
         self._solved: dict[nn.Parameter, int] = {}
         # A compiled backward may add to the parameters' gradients before it adds to S.
-        self._hooks = [p.register_hook(self._before_gradient) for p in self.parameters if p.requires_grad]
+        self._hooks = [
+            p.register_hook(weakly(self._before_gradient)) for p in self.parameters if p.requires_grad
+        ]
         for system in systems:
             system.watch = self
 

@@ -14,6 +14,7 @@ from proxprop.backward import (
     Observer,
     Sampling,
     Shapes,
+    Summing,
     attach_direction,
     precision,
     refuse_transforms,
@@ -49,6 +50,9 @@ class Attachment(Protocol):
 
     def leaves(self, part: str, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The leaves that S of one of the layer's systems is summed in, and the number of samples."""
+
+    def summing(self, part: str) -> Summing:
+        """What those leaves belong to."""
 
     def sampling(self, part: str) -> Sampling | None:
         """Which rows S of a call is estimated from; None for all."""
@@ -194,12 +198,11 @@ class ProximalLayer(nn.Module):
             return output
         _check_dense(self._failures.layer, inputs)
         check_real(self, self._failures.layer)
+        call = Call(build, self._settings, self._failures, self._observer, len(inputs))
         sums: tuple[Tensor, ...] = ()
-        sampling = None
         if self._attached is not None:
             sums = self._attached.leaves(part, output.device, precision(output, *inputs))
-            sampling = self._attached.sampling(part)
-        call = Call(build, self._settings, self._failures, self._observer, len(inputs), len(sums), sampling)
+            call = replace(call, summing=self._attached.summing(part), sampling=self._attached.sampling(part))
         if self._planned is not None:
             self._planned(owner or self, call.plan(inputs, output, parameters))
         return attach_direction(output, call, inputs, parameters, sums)
