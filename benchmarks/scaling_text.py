@@ -39,6 +39,23 @@ convolutions, normalisations, slices of packed attention weights, a weight that 
 gathered, solved and cut again. `attached.bytes_sent` counts. Tensor parallel layers are refused by name.
 """
 
+FROM_PIECES = """\
+Terms are `latency + work / rate`, fitted to the pieces of a solve by size; FLOPs are `2·samples·features²` for S,
+`features³/3` for its factor and `2·features²·outputs` for a solve or a product. How much longer a convolution's S
+takes than its FLOPs say is fitted to the ResNet's deferred step, the rest of the last table is not fitted to.
+"""
+
+FROM_STEPS = """\
+Terms are `latency + work / rate`; FLOPs are `2·samples·features²` for S, `features³/3` for its factor and
+`2·features²·outputs` for a solve or a product. Deferred mode and the pieces of a solve were not timed on this GPU yet:
+the terms come from whole immediate steps of the GPT-2 block, which is solved in feature space as deferred mode always
+is, and of a narrow MLP for the latency. So the GPT-2 line below is no test of them. ResNet-18's deepest layers are
+solved in sample space there, which is cheaper for their few positions, so that the model's ratio lies above the
+measured one. A product with S was timed with conjugate gradients around it, which makes running averages look dearer
+than they are, and packing is assumed to be bound by memory. `benchmarks/deferred.py` times what is missing; once its
+record is in `results/bench/deferred-h200.json`, this page is written from that.
+"""
+
 ASSUMED = """## From 1 to 1,024 GPUs
 
 Assumed, not measured: 8 GPUs a node, 450 GB/s between GPUs of a node (NVLink), 50 GB/s a GPU between nodes
@@ -74,7 +91,7 @@ the steps. By this model:
   the ratio is {whole}; S from 2,048 rows of a GPU's batch (`Running(rows=2048)`) brings it to {sampled}.
 - **Memory is the wall for Llama-7B's shapes**: S with its running average takes {memory} GB on every GPU, because S
   is not sharded. Its 32 widest layers (11,008 features) are over half of it: leave them out with `exclude`, or let
-  `attach(limit=...)` leave them explicit. A layer as wide as a vocabulary is always left explicit.
+  `attach(limit=...)` leave them explicit. A layer as wide as a vocabulary is left explicit by default.
 
 The model leaves out kernels that overlap, the memory traffic of averages, and stragglers; attention's own FLOPs are in
 BackProp's measured speed but are not counted as such.
