@@ -5,6 +5,9 @@ over the rank's samples and as many samples on every rank, B is the gradient of 
 D is the direction of one process with the concatenated batch.
 """
 
+import atexit
+import functools
+import gc
 import sys
 import warnings
 from collections.abc import Sequence
@@ -64,9 +67,20 @@ class Ranks:
         """Sums over a group of our own, so that our calls and the wrapper's need no common order."""
         if len(ranks) == 1:
             return None
+        _collect_at_exit()
         group = dist.new_group(ranks, timeout=_timeout(), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         return Sums(group, self.traffic)
+
+
+@functools.cache
+def _collect_at_exit() -> None:
+    """Have garbage collected before Python ends.
+
+    An attached model is part of a cycle, and with it the process groups it used. Their threads abort the process if
+    they outlive the interpreter, which happens where `destroy_process_group` is the last thing a script does.
+    """
+    atexit.register(gc.collect)
 
 
 def refuse_flat_parameters(model: nn.Module) -> None:
