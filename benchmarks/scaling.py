@@ -106,15 +106,16 @@ def on_processes(ranks: dict[int, Record]) -> str:
                     f"{n} rank{'s' if n > 1 else ''}, width {width}",
                     f"{of[width, 'backprop']['milliseconds']:.1f}",
                     *(f"{of[width, m]['ratio']:.2f}" for m in ("immediate", "deferred", "running-10")),
-                    f"{of[width, 'deferred']['milliseconds'] - of[width, 'immediate']['milliseconds']:+.1f}",
+                    "{1:+.1f} ({0:+.1f} to {2:+.1f})".format(*of[width, "deferred"]["beyond_immediate"]),
                     f"{sums:.1f}",
                 ]
             )
     header = ["step", "BackProp, ms", "immediate", "deferred", "running, every=10"]
     text += table([*header, "deferred − immediate, ms", "all-reduce of S predicts, ms"], steps)
     return text + (
-        "\nBoth modes solve in feature space here, so that they differ by the sum of S over ranks. The difference is "
-        "that of two\nmedians on a machine that was not idle: it agrees with the prediction in size, and no better.\n"
+        "\nBoth modes solve in feature space here, so that they differ by the sum of S over ranks. The difference is a "
+        "median\nover rounds with its quartiles, on two cores that other work shared: where quartiles include what the "
+        "all-reduce\npredicts, that is all that can be said.\n"
     )
 
 

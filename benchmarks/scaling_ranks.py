@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*proxprop.attach")  # immediate mode is measured too
@@ -85,8 +85,20 @@ def steps(width: int, rounds: int) -> list[dict[str, float | str]]:
         method: median(t / b for t, b in zip(times[method], times["backprop"], strict=True))
         for method in METHODS
     }
+    # Neighbours in time are compared, because the machine's speed drifts.
+    added = {
+        method: quantiles([t - i for t, i in zip(times[method], times["immediate"], strict=True)], n=4)
+        for method in METHODS
+    }
     return [
-        {"width": width, "batch": BATCH, "method": m, "milliseconds": median(times[m]), "ratio": ratios[m]}
+        {
+            "width": width,
+            "batch": BATCH,
+            "method": m,
+            "milliseconds": median(times[m]),
+            "ratio": ratios[m],
+            "beyond_immediate": added[m],
+        }
         for m in METHODS
     ]
 
