@@ -14,6 +14,7 @@ import proxprop
 
 
 def main() -> None:
+    """Train on this rank's samples, and compare the first direction with that of one process."""
     dist.init_process_group("gloo")
     model = network()
     proxprop.convert(model, proxprop.Exact(), tau_theta=10.0, scaling="gradient")  # the first line
@@ -40,6 +41,7 @@ def main() -> None:
 
 
 def network() -> nn.Module:
+    """The same initial parameters on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 10))
 

@@ -17,6 +17,7 @@ import proxprop
 
 
 def main() -> None:
+    """Train on this rank's samples, and compare the first direction with that of one process."""
     dist.init_process_group("gloo")
     model = network()
     proxprop.convert(model, proxprop.Exact(), tau_theta=10.0, scaling="gradient")  # the first line

@@ -115,12 +115,17 @@ class Call:
     inputs: int
     bfloat16: bool = False
     """Whether the transfer takes bfloat16 tensors as they are."""
-    sums: int = 0
-    """How many of S and the number of samples backward adds to leaves, in deferred mode; none in immediate mode."""
+    summing: "Summing | None" = None
+    """What S is added to, in deferred mode; None in immediate mode."""
     sampling: "Sampling | None" = None
     """Which rows S is estimated from, in deferred mode; None for all."""
     aside: bool = False
     """Whether backward runs on a stream of its own."""
+
+    @property
+    def sums(self) -> int:
+        """How many leaves stand behind the parameters: for S, and perhaps for the number of samples."""
+        return self.summing.count if self.summing is not None else 0
 
     def transfer(self, saved: Sequence[Tensor], output: Tensor, shapes: Shapes) -> tuple[Transfer, Tensor]:
         """The transfer of this call and `output` (or its gradient), in the precision to solve in.
@@ -184,6 +189,20 @@ def solve(transfer: Transfer, G: Tensor, settings: Settings) -> Direction:
     return Direction(transfer.from_features(_times(V, factor)), chosen, failed)
 
 
+class Summing(Protocol):
+    """Leaves whose gradients are S and perhaps the number of samples."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+
+    def takes(self) -> bool:
+        """Whether the backward pass that is running adds to them; `torch.autograd.grad` does not."""
+
+    def note_again(self) -> None:
+        """A graph is gone through again: its gradient is added, its S was."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Draws rows without replacement, the same ones for the same seed, and leaves torch's random state alone.
@@ -209,9 +228,22 @@ def summands(transfer: Transfer, G: Tensor, sampling: Sampling | None = None) ->
     count = G.new_full((), samples, dtype=precision(G))
     if DIAGONAL in transfer.spaces:
         return transfer.diagonal(), count
-    if sampling is not None and isinstance(transfer, Affine) and samples > sampling.rows:
+    if sampling is not None and isinstance(transfer, Affine) and samples > sampling.rows and not G.is_meta:
         return transfer.sampled_gram(sampling.draw(samples, G.device)), count
     return transfer.gram() if samples else count.new_zeros(groups, features, features), count
+
+
+def summed_once(ctx: Any, transfer: Transfer, G: Tensor) -> Sequence[Tensor | None]:
+    """What a call adds to its leaves: S belongs to the forward pass, so that of a retained graph is added once."""
+    call: Call = ctx.call
+    if call.summing is None:
+        return ()
+    if ctx.summed:
+        call.summing.note_again()
+        return [None] * call.sums
+    if not torch.compiler.is_compiling():
+        ctx.summed = call.summing.takes()
+    return summands(transfer, G, call.sampling)[: call.sums]
 
 
 def _times(solution: Tensor, factor: float) -> Tensor:
@@ -237,7 +269,7 @@ class Proximal(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Save the layer's inputs, as BackProp does, and the parameters' shapes."""
         _, call, *tensors = inputs
-        ctx.call = call
+        ctx.call, ctx.summed = call, False
         ctx.save_for_backward(*tensors[: call.inputs])
         parameters = tensors[call.inputs : len(tensors) - call.sums]
         ctx.parameters = tuple((p.shape, p.dtype) if p is not None else None for p in parameters)
@@ -259,7 +291,7 @@ class Proximal(torch.autograd.Function):
             transfer, precise = call.transfer(ctx.saved_tensors, G, shapes)
             found = transfer.gradient(precise) if call.sums else call.direction(transfer, precise)
             D = [d.to(p[1]) if d is not None else None for d, p in zip(found, ctx.parameters, strict=True)]
-            sums = summands(transfer, precise, call.sampling)[: call.sums] if call.sums else ()
+            sums = summed_once(ctx, transfer, precise)
         return (G, None, *[None] * call.inputs, *D, *sums)
 
 

@@ -157,7 +157,7 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"moved-{kind}": partial(resumed_on_other_ranks, kind) for kind in ("ddp", "fsdp")},
 }
 
-TIMEOUT = 3
+TIMEOUT = 4
 """Seconds that ranks wait for each other in these:"""
 
 FATAL: dict[str, Callable[[], None]] = {

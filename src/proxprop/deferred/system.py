@@ -1,5 +1,6 @@
 """One system in deferred mode: the parameters it is about, and S as summed since their gradient was zeroed."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,18 @@ from proxprop.solve import DIAGONAL
 
 if TYPE_CHECKING:
     from proxprop.deferred.watch import Watch
+
+
+def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """A hook that does not keep its object alive: Python can't see cycles that lead through a tensor's graph."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(tensor: Tensor) -> None:
+        found = reference()
+        if found is not None:
+            found(tensor)
+
+    return hook
 
 
 class System(Equation):
@@ -72,7 +85,27 @@ class System(Equation):
         if key != self._key:
             self._refuse_to_change()
             self._leaves, self._key = tuple(self._new_leaves(device, dtype)), key
+            with torch.enable_grad():
+                through = self._leaves[0].view_as(self._leaves[0]).grad_fn
+            assert through is not None
+            (self._node, _), *_ = through.next_functions
         return self._leaves
+
+    @property
+    def count(self) -> int:
+        """How many leaves there are."""
+        return len(self._leaves)
+
+    def takes(self) -> bool:
+        """Whether the backward pass that is running adds to the leaves."""
+        assert self._node is not None
+        return torch._C._will_engine_execute_node(self._node)
+
+    def note_again(self) -> None:
+        """A backward pass adds to the gradient what S was added for before."""
+        if self.watch is not None:
+            self.watch.notice()
+            self.watch.note_sum()
 
     def _refuse_to_change(self) -> None:
         if self.S is not None and any(parameter.grad is not None for parameter in self.parameters):
@@ -88,8 +121,8 @@ class System(Equation):
         shapes = [(groups, features) if diagonal else (groups, features, features)]
         for shape in [*shapes, ()] if self.counts else shapes:
             leaf = torch.zeros((), device=device, dtype=dtype).expand(shape).requires_grad_()
-            leaf.register_hook(self._notice)
-            leaf.register_post_accumulate_grad_hook(self._note_sum)
+            leaf.register_hook(weakly(self._notice))
+            leaf.register_post_accumulate_grad_hook(weakly(self._note_sum))
             yield leaf
 
     def forget(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from proxprop.deferred.system import System
+from proxprop.deferred.system import System, weakly
 from proxprop.distributed import mesh_of
 
 
@@ -25,11 +25,13 @@ class Watch:
         self.systems = systems
         self.parameters = list({p: None for system in systems for p in system.parameters})
         self._task = -1
-        self._summed = self._warned = False
+        self._summed = self._warned = self._mixed = False
         self._versions: dict[nn.Parameter, int] = {}
         self._solved: dict[nn.Parameter, int] = {}
         # A compiled backward may add to the parameters' gradients before it adds to S.
-        self._hooks = [p.register_hook(self._before_gradient) for p in self.parameters if p.requires_grad]
+        self._hooks = [
+            p.register_hook(weakly(self._before_gradient)) for p in self.parameters if p.requires_grad
+        ]
         for system in systems:
             system.watch = self
 
@@ -41,13 +43,24 @@ class Watch:
         self._task, self._summed = task, False
         if any(system.S is not None for system in self.systems):
             self._forget_if_zeroed()
-        self._refuse_to_mix()
         before = self._current()
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._note_pass(before))
+        mixed = self._holds_direction() or (self._mixed and before == self._versions)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._note_pass(before, mixed))
 
     def note_sum(self) -> None:
         """S was added to."""
         self._summed = True
+
+    def refuse_mixed(self) -> None:
+        """Raise if the gradients were added to a direction.
+
+        Only when they are to be solved: a discriminator's often are, by the generator's loss, and then zeroed.
+        """
+        if self._mixed:
+            raise RuntimeError(
+                f"{self.systems[0].name}: .grad still held the direction of the last step when backward added to it, "
+                "so that it can't be solved for. Call zero_grad() on the model between a step and the next backward"
+            )
 
     def note_solved(self) -> None:
         """The gradients hold the direction now."""
@@ -71,41 +84,39 @@ class Watch:
         gradients = {p: p.grad for p in self._versions or self.parameters}
         # FSDP2 keeps gradients to itself until it averages them: there, None says nothing before the first was seen.
         none = not self._versions and not spread and all(g is None for g in gradients.values())
-        if none or any(gradients[p] is None for p in self._versions):
+        empty = any(g is not None and g.is_sparse and g._nnz() == 0 for g in gradients.values())
+        if none or empty or any(gradients[p] is None for p in self._versions):
             for system in self.systems:
                 system.forget()
         if none or spread:
             return
         for parameter, gradient in gradients.items():
-            if gradient is not None and gradient._version != self._versions.get(parameter):
-                zeroed = torch.tensor(gradient._nnz() == 0) if gradient.is_sparse else ~gradient.any()
-                self._clear(zeroed)
+            if gradient is None or gradient.is_sparse or gradient._version == self._versions.get(parameter):
+                continue
+            self._clear(~gradient.any())
 
     def _clear(self, zeroed: Tensor) -> None:
         for leaf in (leaf for system in self.systems for leaf in system.current):
             if leaf.grad is not None:
                 leaf.grad.masked_fill_(zeroed.to(leaf.device), 0.0)
 
-    def _refuse_to_mix(self) -> None:
-        """Raise if a gradient is surely still the direction of the last solve."""
-        for parameter, version in self._solved.items():
-            if parameter.grad is not None and parameter.grad._version == version:
-                raise RuntimeError(
-                    f"{self.systems[0].name}: .grad still holds the direction of the last step, and a gradient can't "
-                    "be added to it. Call zero_grad() on the model between a step and the next backward"
-                )
-        self._solved = {}
+    def _holds_direction(self) -> bool:
+        """Whether a gradient is surely still the direction of the last solve."""
+        return any(p.grad is not None and p.grad._version == version for p, version in self._solved.items())
 
-    def _note_pass(self, before: dict[nn.Parameter, int]) -> None:
-        """A backward pass has ended: remember the gradients that S belongs to."""
+    def _note_pass(self, before: dict[nn.Parameter, int], mixed: bool) -> None:
+        """A backward pass has ended: remember the gradients that S belongs to, and whether they hold a direction."""
         self._task = -1
         self._versions = self._current()
+        self._mixed = mixed and self._summed
+        if self._summed:
+            self._solved = {}
         if not self._summed and self._versions != before and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{self.systems[0].name}: a backward pass added to the gradient but not to S: backward(inputs=...), "
-                "a penalty on the parameters alone, or a forward pass from before attach. The step is solved without what it "
-                "would have added. This layer will not warn again",
+                "a penalty on the parameters alone, or a forward pass from before attach. The step is solved without "
+                "what it would have added. This layer will not warn again",
                 RuntimeWarning,
                 stacklevel=2,
             )

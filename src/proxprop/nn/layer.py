@@ -14,11 +14,12 @@ from proxprop.backward import (
     Observer,
     Sampling,
     Shapes,
+    Summing,
     attach_direction,
     precision,
     refuse_transforms,
 )
-from proxprop.distributed import check_layer, running
+from proxprop.distributed import check_layer, several_ranks
 from proxprop.settings import Scaling, Settings
 from proxprop.solve import CG, SPACES, Plan, Solver
 from proxprop.solve.plan import possible_spaces
@@ -49,6 +50,9 @@ class Attachment(Protocol):
 
     def leaves(self, part: str, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The leaves that S of one of the layer's systems is summed in, and the number of samples."""
+
+    def summing(self, part: str) -> Summing:
+        """What those leaves belong to."""
 
     def sampling(self, part: str) -> Sampling | None:
         """Which rows S of a call is estimated from; None for all."""
@@ -160,7 +164,7 @@ class ProximalLayer(nn.Module):
         if self._attached is not None and self._attached.explicit():
             return False
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        if trains and running() and not torch.compiler.is_compiling():
+        if trains and several_ranks() and not torch.compiler.is_compiling():
             check_layer(self, self._failures.layer, self._attached is not None)
         return trains
 
@@ -196,12 +200,11 @@ class ProximalLayer(nn.Module):
             return output
         _check_dense(self._failures.layer, inputs)
         check_real(self, self._failures.layer)
+        call = Call(build, self._settings, self._failures, self._observer, len(inputs), bfloat16)
         sums: tuple[Tensor, ...] = ()
-        sampling = None
         if self._attached is not None:
             sums = self._attached.leaves(part, output.device, precision(output, *inputs))
-            sampling = self._attached.sampling(part)
-        call = Call(build, self._settings, self._failures, self._observer, len(inputs), bfloat16, len(sums), sampling)
+            call = replace(call, summing=self._attached.summing(part), sampling=self._attached.sampling(part))
         if self._planned is not None:
             self._planned(owner or self, call.plan(inputs, output, parameters))
         return attach_direction(output, call, inputs, parameters, sums)
