@@ -4,14 +4,13 @@ import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from proxprop import aside
 from proxprop.settings import Settings
 from proxprop.solve import DIAGONAL, FEATURE, SAMPLE, Plan, plan
 from proxprop.transfer import Affine, Parameters, Transfer
@@ -119,8 +118,6 @@ class Call:
     """What S is added to, in deferred mode; None in immediate mode."""
     sampling: "Sampling | None" = None
     """Which rows S is estimated from, in deferred mode; None for all."""
-    aside: bool = False
-    """Whether backward runs on a stream of its own."""
 
     @property
     def sums(self) -> int:
@@ -138,11 +135,6 @@ class Call:
         inputs = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in saved]
         output = output.to(dtype)
         return self.build(inputs, output, shapes), output
-
-    @property
-    def may_go_aside(self) -> bool:
-        """Whether nothing but the parameters is waiting for the outcome."""
-        return not self.sums and self.observer is None
 
     def plan(self, inputs: Sequence[Tensor], output: Tensor, parameters: Sequence[Tensor | None]) -> Plan:
         """What backward will do for this call."""
@@ -284,8 +276,6 @@ class Proximal(torch.autograd.Function):
             )
         call: Call = ctx.call
         trained = ctx.needs_input_grad[2 + call.inputs :][: len(ctx.parameters)]
-        if call.aside:
-            aside.keep(ctx.saved_tensors)
         with torch.no_grad(), _no_autocast(G.device.type):
             shapes = [p[0] if t else None for p, t in zip(ctx.parameters, trained, strict=True)]
             transfer, precise = call.transfer(ctx.saved_tensors, G, shapes)
@@ -329,12 +319,5 @@ def attach_direction(
         parameters: the layer's parameters, None for one it does not have.
         sums: in deferred mode, the leaves that S and the number of samples are added to.
     """
-    saved = [t.detach() for t in inputs]
-    leaves = aside.leaves(output, call.settings.solver, parameters) if call.may_go_aside else None
-    if leaves is None:
-        result: Tensor = Proximal.apply(output, call, *saved, *parameters, *sums)
-        return result
-    with aside.on_its_stream(output.device):
-        token = Proximal.apply(output.detach(), replace(call, aside=True), *saved, *leaves)
-    forked: Tensor = aside.Fork.apply(output, token)
-    return forked
+    result: Tensor = Proximal.apply(output, call, *[t.detach() for t in inputs], *parameters, *sums)
+    return result
