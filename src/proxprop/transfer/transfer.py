@@ -61,6 +61,10 @@ class Transfer(ABC):
         """FLOPs of `gram`, where it is not the plain product of rows."""
         return None
 
+    def gram_price(self) -> float:
+        """What a FLOP of `gram_flops` costs beside one of a product with K or S."""
+        return 1.0
+
     def own_price(self) -> float:
         """What a FLOP of φ and φ* costs beside one of a product with K or S."""
         return 1.0
