@@ -30,21 +30,30 @@ How to read it: a proximal step needs a Gram matrix and a small solve for every 
 `2Nn² + 2kn²m`; a convolution's Gram matrix comes from autocorrelations and costs far less. So layers that are wide
 beside the batch, or narrow beside it, are cheap, and layers where batch, inputs and outputs are alike are not.
 `proxprop.summary(model, example)` counts a model's FLOPs before it runs; launches and memory traffic come on top.
+
+On a GPU in float32 the products of a proximal step run on tensor cores, each number split into parts so that nothing
+of float32's accuracy is lost beyond a few times its rounding, while BackProp's run on float32 units as torch leaves
+them. Part of the low ratios is that: the weight gradient's product, which a proximal step needs as well, takes half
+the time.
 """
 
 LIMITS = """## Where it falls short, and what limits it
 
-- **GPU, exact**: a Cholesky factor and a triangular inverse of a 500×500 matrix take about 0.4 ms of latency a layer,
-  whatever the precision; the arithmetic is a tenth of that. They depend on the forward pass only, so a side stream
-  could prepare them while other layers compute. Not done yet.
-- **GPU, convolutions at batch 500**: bound by launches. A Gram matrix takes four transforms with their products, each
-  some microseconds; at batch 5,000 the ratio falls by itself. Fusing them, or fewer and larger transforms, is next.
-- **GPU, conjugate gradients in sample space**: bound by FLOPs in float32 (see the column of what FLOPs predict). In
-  bf16 the solve still runs in float32 while BackProp's products run at bf16 speed, so the ratio is far worse; products
-  with half-precision inputs and float32 sums are next.
-- **GPU, small layers** (the narrow MLP): bound by launches in feature space, where no kernel is fused yet.
+- **GPU, exact**: each of 500 pivots waits for the one before, 0.2 ms a layer whatever the precision, and most of the
+  cost of an exact step is that wait. It depends on the forward pass only, so that one factorisation for all layers
+  at once, or other work beside it, could hide it.
+- **GPU, convolutions at batch 500**: bound by launches: about ten for a Gram matrix, two for an iteration. One
+  launch an iteration is next.
+- **GPU in TF32 and bf16**: BackProp's own products run on tensor cores there, so the arrays that conjugate gradients
+  read and write between two products weigh more.
+- **GPU, small layers** (the narrow MLP): bound by launches.
+- **GPU, exact with thousands of features** (ResNet-18, the GPT-2 block): cuSOLVER's Cholesky factor and triangular
+  solves run in float32 whatever the precision of the rest.
 - **CPU, multilayer perceptron**: the symmetric product for K is computed in full.
-- **The cost model counts FLOPs**, not launches or bytes, so it can choose wrongly for small layers.
+- **GPU, peak memory**: the products of image rows need some 40 MB whatever the batch, which is more than all else
+  at batch 50; and a float32 copy of the input under bf16.
+- **Eager GPU steps** are bound by the host, which takes longer to launch a kernel of ours than one of torch's.
+- **The cost model counts FLOPs**, by three prices on a GPU; not launches or bytes.
 """
 
 

@@ -228,8 +228,8 @@ def prediction(network: Network, model: nn.Module, device: str) -> float | None:
 
 def environment(device: str) -> dict[str, object]:
     asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    # A copied tree has no repository to ask.
-    commit = asked.stdout.strip() if asked.returncode == 0 else os.environ.get("COMMIT", "")
+    # A copied tree has no repository to ask, or finds another's.
+    commit = os.environ.get("COMMIT") or (asked.stdout.strip() if asked.returncode == 0 else "")
     name = (
         torch.cuda.get_device_name() if device == "cuda" else f"{platform.processor() or platform.machine()}"
     )

@@ -47,13 +47,15 @@ def test_a_plan_prints_its_reasons_and_can_be_pinned() -> None:
     assert str(pinned).startswith("feature (pinned; ")
 
 
-def test_a_price_on_the_layers_own_products_turns_the_choice_and_is_said() -> None:
+def test_prices_turn_the_choice_and_are_said() -> None:
     sizes = Sizes(1, 5000, 4001, 1000)
     assert plan(sizes, CG(3)).space == MATRIX_FREE
     priced = plan(sizes, CG(3), own_price=2.0)
     assert priced.space == FEATURE
-    assert "matrix_free counted 2 times" in str(priced)
+    assert str(priced).startswith("feature (fewest FLOPs by their price on this device; ")
     assert priced.costs[MATRIX_FREE].flops == plan(sizes, CG(3)).costs[MATRIX_FREE].flops
+    assert plan(sizes, CG(3), gram_flops=1e9, own_price=2.0).space == FEATURE
+    assert plan(sizes, CG(3), gram_flops=1e9, gram_price=1000.0, own_price=2.0).space == SAMPLE
 
 
 def model_and_input() -> tuple[nn.Sequential, torch.Tensor]:

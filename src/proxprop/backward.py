@@ -93,7 +93,7 @@ class Failures:
 
 def planned(transfer: Transfer, settings: Settings) -> Plan:
     """The plan for a call."""
-    costs = transfer.gram_flops(), transfer.own_price()
+    costs = transfer.gram_flops(), transfer.gram_price(), transfer.own_price()
     return plan(transfer.sizes, settings.solver, settings.space, transfer.spaces, *costs)
 
 

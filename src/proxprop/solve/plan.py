@@ -7,17 +7,17 @@ from proxprop.solve.solver import DIAGONAL, FEATURE, MATRIX_FREE, SAMPLE, SPACES
 
 @dataclass(frozen=True)
 class Cost:
-    """What one space costs beyond BackProp."""
+    """What one space costs beyond BackProp.
+
+    Attributes:
+        flops: FLOPs.
+        numbers: numbers stored.
+        effort: FLOPs by what they cost on this device, in FLOPs of a product with K or S; what is compared.
+    """
 
     flops: float
     numbers: float
-    price: float = 1.0
-    """What a FLOP costs here, beside one of a product with K or S."""
-
-    @property
-    def effort(self) -> float:
-        """What is compared."""
-        return self.flops * self.price
+    effort: float
 
     def ratio(self, sizes: Sizes) -> float:
         """Extra FLOPs as a fraction of BackProp's for this layer."""
@@ -57,9 +57,8 @@ class Plan:
 
     def __str__(self) -> str:
         how = "pinned" if self.pinned else "closed form" if self.space == DIAGONAL else "fewest FLOPs"
-        prices = {cost.price for cost in self.costs.values()}
-        if len(prices) > 1 and not self.pinned:
-            how += f", those of {MATRIX_FREE} counted {max(prices):g} times"
+        if how == "fewest FLOPs" and any(cost.effort != cost.flops for cost in self.costs.values()):
+            how += " by their price on this device"
         ranked = sorted(self.costs.items(), key=lambda item: item[1].effort)
         costs = ", ".join(f"{space} {cost.ratio(self.sizes):.3g}x" for space, cost in ranked)
         return f"{self.space} ({how}; beyond BackProp: {costs})"
@@ -71,6 +70,7 @@ def plan(
     space: str | None = None,
     available: tuple[str, ...] = SPACES,
     gram_flops: float | None = None,
+    gram_price: float = 1.0,
     own_price: float = 1.0,
 ) -> Plan:
     """Choose the space with the fewest FLOPs, or the one that was asked for.
@@ -84,6 +84,7 @@ def plan(
         space: pin this space instead of choosing.
         available: the spaces that the layer has.
         gram_flops: what S costs, where the layer has a better way than `2Nn²`.
+        gram_price: what a FLOP of those costs beside one of a product with K or S.
         own_price: what a FLOP of the layer's own products costs beside one of a product with K or S.
 
     Raises:
@@ -96,7 +97,8 @@ def plan(
     """
     spaces = possible_spaces(solver, space, available)
     usable = [name for name in available if name in (*solver.spaces, DIAGONAL)]
-    costs = {name: _cost(sizes, solver, name, gram_flops, own_price) for name in usable}
+    prices = gram_price, own_price
+    costs = {name: _cost(sizes, solver, name, gram_flops, prices) for name in usable}
     cheapest = spaces[0]
     for name in spaces[1:]:  # a loop, because torch.compile does not trace `min(..., key=...)`
         if costs[name].effort < costs[cheapest].effort:
@@ -127,11 +129,14 @@ def possible_spaces(
     return common
 
 
-def _cost(sizes: Sizes, solver: Solver, space: str, gram_flops: float | None, own_price: float) -> Cost:
+def _cost(
+    sizes: Sizes, solver: Solver, space: str, gram_flops: float | None, prices: tuple[float, float]
+) -> Cost:
     """FLOPs and numbers stored beyond BackProp's: the Gram matrix, and about four arrays of the unknowns."""
     groups, samples, features, outputs = sizes
     if space == DIAGONAL:
-        return Cost(groups * (samples + features * outputs), groups * features)
+        flops = groups * (samples + features * outputs)
+        return Cost(flops, groups * features, flops)
     form = {
         SAMPLE: 2.0 * groups * samples**2 * features,
         FEATURE: 2.0 * groups * samples * features**2 if gram_flops is None else gram_flops,
@@ -142,5 +147,8 @@ def _cost(sizes: Sizes, solver: Solver, space: str, gram_flops: float | None, ow
         FEATURE: features**2 + 4.0 * features * outputs,
         MATRIX_FREE: (samples + 4.0 * features) * outputs,
     }
-    price = own_price if space == MATRIX_FREE else 1.0
-    return Cost(form[space] + solver.flops(sizes, space), groups * numbers[space], price)
+    gram_price, own_price = prices
+    forming, solving = form[space], solver.flops(sizes, space)
+    effort = forming * (gram_price if space == FEATURE else 1.0)
+    effort += solving * (own_price if space == MATRIX_FREE else 1.0)
+    return Cost(forming + solving, groups * numbers[space], effort)

@@ -19,6 +19,9 @@ WEIGHT_GRADIENT = {1: grad.conv1d_weight, 2: grad.conv2d_weight, 3: grad.conv3d_
 BLOCK = 2**24
 """Most numbers of unfolded patches that exist at a time while S is summed."""
 
+TRANSFORM_PRICE_ON_A_GPU = 12.0
+"""FLOPs of a product on tensor cores that take a GPU as long as one of a Fourier transform and what goes with it."""
+
 MULTIPLY_ROWS = ("cuda",)
 """Devices where products of image rows make S: a transform takes a GPU more launches, and a CPU fewer FLOPs."""
 
@@ -176,6 +179,11 @@ class ConvTransfer(Affine):
             return None
         groups = self.sizes.groups
         return autocorrelation.flops(self._walks(), batch, groups, channels // groups)
+
+    def gram_price(self) -> float:
+        """High for transforms on a GPU."""
+        transforms = self.weight_shape is not None and not self._bands() and self._correlates()
+        return TRANSFORM_PRICE_ON_A_GPU if transforms and self.batched.is_cuda else 1.0
 
     def own_price(self) -> float:
         """Higher on a GPU."""

@@ -65,6 +65,10 @@ class Transfer(ABC):
         """S's diagonal `[groups, features]`, where S is diagonal."""
         raise NotImplementedError(f"{type(self).__name__} has no diagonal S")
 
+    def gram_price(self) -> float:
+        """What a FLOP of `gram_flops` costs beside one of a product with K or S."""
+        return 1.0
+
     def own_price(self) -> float:
         """What a FLOP of φ and φ* costs beside one of a product with K or S."""
         return 1.0
