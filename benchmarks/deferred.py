@@ -50,25 +50,29 @@ class Row:
 
 def main() -> None:
     options = parse()
-    rows: list[Row] = []
-    pieces, agreement = [], {}
+    command = " ".join(sys.argv).split(" --json")[0]
+    record = {"command": command, "environment": environment(options.device), "steps": STEPS}
+    record |= {"rows": [], "pieces": [], "agreement": {}}
     for precision in options.precisions:
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         torch.backends.cudnn.allow_tf32 = precision == "tf32"
         for name in options.networks:
-            rows += measure(NETWORKS[name], precision, options)
-            report(rows[-len(METHODS) :])
-        pieces += [piece(size, precision, options.device) for size in options.sizes]
+            rows = measure(NETWORKS[name], precision, options)
+            report(rows)
+            record["rows"] += [asdict(row) for row in rows]
+            save(record, options.json)
+        record["pieces"] += [piece(size, precision, options.device) for size in options.sizes]
     for name in options.networks:
-        agreement[name] = difference(NETWORKS[name], options.device)
-    print("largest relative difference of a deferred direction from the immediate one:", agreement)
-    if options.json:
-        command = " ".join(sys.argv).split(" --json")[0]
-        record = {"command": command, "environment": environment(options.device), "steps": STEPS}
-        record |= {"rows": [asdict(row) for row in rows], "pieces": pieces, "agreement": agreement}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
-        print(options.json)
+        record["agreement"][name] = difference(NETWORKS[name], options.device)
+    print("largest relative difference of a deferred direction from the immediate one:", record["agreement"])
+    save(record, options.json)
+
+
+def save(record: dict, path: Path | None) -> None:
+    """Write what was measured so far."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def parse() -> argparse.Namespace:
@@ -158,7 +162,9 @@ def piece(features: int, precision: str, device: str, samples: int = 8192) -> di
         "unpack": lambda: unpack(packed, S),
         "plain": lambda: A @ S[0],
     }
-    measured = {name: 1e3 * median(seconds(part, device, 1) for _ in range(5)) for name, part in parts.items()}
+    measured = {
+        name: 1e3 * median(seconds(part, device, 1) for _ in range(5)) for name, part in parts.items()
+    }
     return {"features": features, "outputs": features, "samples": samples, "precision": precision, **measured}
 
 
@@ -179,7 +185,8 @@ def report(rows: list[Row]) -> None:
         memory = f"{r.memory:.2f}" if r.memory else ""
         spread = f"{r.low:.2f}-{r.high:.2f}"
         print(
-            f"{r.network:20}{r.precision:6}{r.method:12}{r.milliseconds:9.3f} ms{r.ratio:7.2f}{spread:>13}{memory:>7}"
+            f"{r.network:20}{r.precision:6}{r.method:12}{r.milliseconds:9.3f} ms{r.ratio:7.2f}{spread:>13}{memory:>7}",
+            flush=True,
         )
 
 

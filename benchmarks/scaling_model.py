@@ -67,107 +67,127 @@ class Terms:
     """What was measured on one GPU.
 
     Attributes:
-        plain: FLOP/s of BackProp, by network and precision.
-        gram: S by its FLOPs, from rows.
-        correlated: S of a convolution by its FLOPs, from autocorrelations.
-        factor: a factorisation, by `features³/3`.
-        solve: a solve by its FLOPs, `2·features²·outputs`.
+        plain: FLOP/s of whole BackProp steps, by network and precision.
+        gram: S from its rows, by `2·samples·features²` FLOPs.
+        correlated: how many times as long S of a convolution takes, by its FLOPs, from autocorrelations.
+        factor: a factorisation, by `features³/3` FLOPs.
+        solve: a solve with a factor, by `2·features²·outputs` FLOPs.
+        product: a product with an inverse that was kept, by its FLOPs.
         pack: packing and unpacking, by bytes sent.
-        cheap: share of a plain step that remains when a running average is not refreshed; 0 for no overhead.
     """
 
     plain: dict[tuple[str, str], float]
     gram: Term
-    correlated: Term
+    correlated: float
     factor: Term
     solve: Term
+    product: Term
     pack: Term
 
 
 @dataclass(frozen=True)
 class Step:
-    """A predicted step on one of many GPUs: seconds, bytes handed to collectives, bytes of memory."""
+    """A predicted step on one of many GPUs.
+
+    Attributes:
+        plain: seconds of BackProp's arithmetic.
+        extra: seconds of ProxProp's arithmetic.
+        plain_waits, waits: seconds that collectives take beyond what backward hides, without and with S.
+        gradient_bytes, system_bytes: handed to collectives by each GPU.
+        plain_memory, system_memory: bytes for parameters, gradients and Adam's moments, and for S.
+    """
 
     plain: float
-    gram: float
-    solve: float
+    extra: float
+    plain_waits: float
+    waits: float
     gradient_bytes: float
     system_bytes: float
-    exposed: float
-    plain_exposed: float
     plain_memory: float
     system_memory: float
 
     @property
+    def seconds(self) -> float:
+        return self.plain + self.extra + self.waits
+
+    @property
     def ratio(self) -> float:
         """To BackProp's step on as many GPUs."""
-        return (self.plain + self.gram + self.solve + self.exposed) / (self.plain + self.plain_exposed)
+        return self.seconds / (self.plain + self.plain_waits)
 
 
-def gram_flops(layer: Layers, items: int) -> float:
-    """FLOPs of S; from autocorrelations where the layer is a convolution with stride 1."""
+def plain_flops(model: Model) -> float:
+    """`6·samples·features·outputs` over converted layers, and the last one."""
+    flops = sum(n.count * n.positions * n.features * n.outputs for n in model.layers)
+    return 6.0 * model.items * (flops + model.last)
+
+
+def gram_seconds(layer: Layers, items: int, terms: Terms, rows: int = 0) -> float:
+    """S of one layer; from autocorrelations where it is a convolution with stride 1."""
     samples = items * layer.positions
     if layer.offsets == 1:
-        return 2.0 * samples * layer.features**2
+        return terms.gram(2.0 * (min(rows, samples) if rows else samples) * layer.features**2)
     channels = layer.features / layer.offsets
-    return 3.0 * samples * channels**2 + 2.5 * samples * channels * log2(layer.positions)
+    flops = 3.0 * samples * channels**2 + 2.5 * samples * channels * log2(layer.positions)
+    return terms.correlated * terms.gram(flops)
+
+
+def solve_seconds(layer: Layers, terms: Terms, share: int, every: int) -> float:
+    """Factorising and solving for `1/share` of the outputs; an inverse is kept for `every` steps where it is not 0."""
+    square = 2.0 * layer.features**2
+    factor = terms.factor(layer.features**3 / 3)
+    if every == 0:
+        return factor + terms.solve(square * layer.outputs / share)
+    return (factor + terms.solve(square * layer.features)) / every + terms.product(
+        square * layer.outputs / share
+    )
 
 
 def system_numbers(model: Model) -> float:
     """Numbers of all packed S."""
-    return sum(layer.count * layer.features * (layer.features + 1) / 2 for layer in model.layers)
+    return sum(n.count * n.features * (n.features + 1) / 2 for n in model.layers)
 
 
 def predict(
-    model: Model, terms: Terms, network: Network, ranks: int, sharded: bool, every: int = 1, rows: int = 0
+    model: Model, terms: Terms, network: Network, ranks: int, sharded: bool, every: int = 0, rows: int = 0
 ) -> Step:
-    """One step with S of every batch (`every=1`), or of a running average refreshed every so many steps.
+    """One step.
 
     Args:
         model: shapes and batch.
         terms: measured on one GPU.
         network: assumed.
         ranks: how many GPUs, all data-parallel.
-        sharded: FSDP2 rather than DDP: parameters are gathered twice and each rank solves its own rows.
-        every: steps between refreshes; S is formed, sent and factorised once in so many steps.
+        sharded: FSDP2 rather than DDP: parameters are gathered twice, each rank solves its own rows, and S is summed
+            after backward rather than beside it.
+        every: steps between factorisations of a running average; 0 for S of each batch.
         rows: most samples that S is formed from; 0 for all.
     """
-    plain = 6 * sum(_samples(layer, model) * layer.features * layer.outputs for layer in model.layers)
-    plain /= terms.plain[model.like, model.precision]
+    plain = plain_flops(model) / terms.plain[model.like, model.precision]
     share = ranks if sharded else 1
-    gram = sum(layer.count * _gram(layer, model, terms, rows) for layer in model.layers) / every
-    factor = sum(layer.count * terms.factor(layer.features**3 / 3) for layer in model.layers) / every
-    solve = sum(
-        layer.count * terms.solve(2.0 * layer.features**2 * layer.outputs / share) for layer in model.layers
+    extra = sum(
+        layer.count
+        * (gram_seconds(layer, model.items, terms, rows) + solve_seconds(layer, terms, share, every))
+        for layer in model.layers
     )
     system = NUMBER * system_numbers(model)
-    pack = terms.pack(system) / every if ranks > 1 else 0.0
+    sums = network.all_reduce(system, ranks, calls=max(1, round(system / 25e6)))
+    extra += terms.pack(system) if ranks > 1 else 0.0
     width = 2 if model.precision == "bf16" else NUMBER
-    gradient = width * model.parameters
-    passes = 1.5 if sharded else 1.0  # two gathers and a reduce-scatter are one and a half all-reduces
+    gradient = (1.5 if sharded else 1.0) * width * model.parameters  # three halves of an all-reduce
+    sent = network.all_reduce(gradient, ranks, calls=max(1, round(gradient / 25e6)))
     backward = plain * 2 / 3
-    sent = passes * network.all_reduce(gradient, ranks, calls=24)
-    sums = network.all_reduce(system, ranks, calls=max(1, int(system / 25e6))) / every
-    state = 16 * model.parameters / share + (0 if share == 1 else width * model.parameters / 32)
+    waits = max(0.0, sent - backward) + sums if sharded else max(0.0, sent + sums - backward)
+    squares = NUMBER * sum(n.count * n.features**2 for n in model.layers)
+    batch = 1.0 if sharded or ranks == 1 else 0.5  # DDP sends it, packed, while backward runs
+    copies = batch + (2 if every else 0)
     return Step(
         plain=plain,
-        gram=gram,
-        solve=factor + solve + pack,
-        gradient_bytes=passes * gradient if ranks > 1 else 0.0,
-        system_bytes=system / every if ranks > 1 else 0.0,
-        exposed=max(0.0, sent - backward) + sums,
-        plain_exposed=max(0.0, sent - backward),
-        plain_memory=state,
-        system_memory=NUMBER * sum(layer.count * layer.features**2 for layer in model.layers),
+        extra=extra,
+        plain_waits=max(0.0, sent - backward),
+        waits=waits,
+        gradient_bytes=gradient if ranks > 1 else 0.0,
+        system_bytes=system if ranks > 1 else 0.0,
+        plain_memory=16 * model.parameters / share,
+        system_memory=copies * squares,
     )
-
-
-def _samples(layer: Layers, model: Model) -> float:
-    return layer.count * model.items * layer.positions
-
-
-def _gram(layer: Layers, model: Model, terms: Terms, rows: int) -> float:
-    flops = gram_flops(layer, model.items)
-    if rows:
-        flops *= min(1.0, rows / (model.items * layer.positions))
-    return (terms.gram if layer.offsets == 1 else terms.correlated)(flops)

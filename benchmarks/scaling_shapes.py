@@ -29,6 +29,7 @@ class Model:
     Attributes:
         layers: those that ProxProp converts.
         explicit: parameters that keep BackProp's gradient (embeddings, norms, the last layer).
+        last: `positions·features·outputs` of the last layer, for its FLOPs.
         items: images or sequences a GPU.
         like: the measured network that its BackProp speed is taken from.
         precision: of BackProp's products; S and its solve are in TF32 or float32.
@@ -37,6 +38,7 @@ class Model:
     name: str
     layers: tuple[Layers, ...]
     explicit: int
+    last: int
     items: int
     like: str
     precision: str
@@ -69,6 +71,7 @@ RESNET50 = Model(
         *_bottlenecks(1024, 512, 14**2, 7**2, 3),
     ),
     explicit=2049 * 1000 + 53120,
+    last=2049 * 1000,
     items=128,
     like="resnet18-128",
     precision="tf32",
@@ -83,6 +86,7 @@ GPT2_MEDIUM = Model(
         Layers(4097, 1024, 1024, 24),
     ),
     explicit=(50257 + 1024) * 1024,
+    last=1024 * 1024 * 50257,
     items=8,
     like="gpt2-block-8x1024",
     precision="tf32",
@@ -96,9 +100,53 @@ LLAMA_7B = Model(
         Layers(11008, 4096, 2048, 32),
     ),
     explicit=2 * 32000 * 4096,
+    last=2048 * 4096 * 32000,
     items=4,
     like="gpt2-block-8x1024",
     precision="bf16",
 )
+
+MEASURED = (
+    Model(
+        "mlp-500",
+        (Layers(3073, 4000, 1), Layers(4001, 1000, 1), Layers(1001, 4000, 1)),
+        explicit=40010,
+        last=40010,
+        items=500,
+        like="mlp-500",
+        precision="tf32",
+    ),
+    Model(
+        "resnet18-128",
+        (
+            Layers(27, 64, 32**2, 1, 9),
+            Layers(576, 64, 32**2, 4, 9),
+            Layers(576, 128, 16**2),
+            Layers(1152, 128, 16**2, 3, 9),
+            Layers(64, 128, 16**2),
+            Layers(1152, 256, 8**2),
+            Layers(2304, 256, 8**2, 3, 9),
+            Layers(128, 256, 8**2),
+            Layers(2304, 512, 4**2),
+            Layers(4608, 512, 4**2, 3, 9),
+            Layers(256, 512, 4**2),
+        ),
+        explicit=513 * 10 + 9600,
+        last=5130,
+        items=128,
+        like="resnet18-128",
+        precision="tf32",
+    ),
+    Model(
+        "gpt2-block-8x1024",
+        (Layers(769, 2304, 1024), Layers(769, 768, 1024), Layers(769, 3072, 1024), Layers(3073, 768, 1024)),
+        explicit=769 * 128 + 4 * 768,
+        last=1024 * 769 * 128,
+        items=8,
+        like="gpt2-block-8x1024",
+        precision="tf32",
+    ),
+)
+"""The networks whose steps `benchmarks/deferred.py` times."""
 
 MODELS = (RESNET50, GPT2_MEDIUM, LLAMA_7B)

@@ -22,7 +22,7 @@ STATUSES = {
     "refused": "refused with a reason",
     "explicit": "explicit with a reason",
 }
-ABSENT = "not yet"
+ABSENT = "does not apply"
 
 INTRODUCTION = """\
 # What works with what
@@ -36,7 +36,7 @@ Every row is claimed by the tests named in it, and this file is written from the
 - **refused with a reason**: an error that says what was expected, what came and what to do instead.
 - **explicit with a reason**: such parameters keep BackProp's gradient, and `proxprop.summary` says why.
 
-Immediate mode solves inside `backward`; deferred mode solves when the optimizer steps.
+Immediate mode solves inside `backward`; deferred mode (`proxprop.attach`) solves when the optimizer steps.
 """
 
 

@@ -46,6 +46,7 @@ def stacked_oracle(module: Graph, X: Tensor, P: Tensor, G: Tensor, k: int, tau: 
     return {name: part.view_as(module.get_parameter(name)) for name, part in zip(names, parts, strict=True)}
 
 
+@pytest.mark.compatibility("Any class that is linear in its parameters (`kinds=[...]`)", section="Layers")
 @pytest.mark.parametrize("k", [1, 2, 5])
 @pytest.mark.parametrize("frozen", [[], ["bias"], ["weight"]])
 def test_direction_is_textbook_cg_on_all_parameters_stacked(k: int, frozen: list[str]) -> None:

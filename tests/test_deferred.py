@@ -279,7 +279,7 @@ def test_a_recomputed_forward_counts_once(use_reentrant: bool) -> None:
     assert_same(grads(model), expected, tolerance=1e-9)
 
 
-@works("`torch.compile` with `fullgraph=True`", mode="deferred")
+@works("`torch.compile` of the model, with and without `fullgraph`", mode="deferred")
 @quiet_dynamo
 @FEW
 @SCALINGS
@@ -353,6 +353,14 @@ def test_autograd_grad_sums_nothing() -> None:
     assert_same(grads(model), expected, tolerance=1e-9)
 
 
+@works("`backward(inputs=...)`")
+def test_backward_with_inputs_gives_directions_in_immediate_mode() -> None:
+    model = small_model()
+    expected = directions(copy.deepcopy(model), images())
+    loss_of(model, images()).backward(inputs=list(model.parameters()))
+    assert_same(grads(model), expected)
+
+
 @works(
     "`backward(inputs=...)`",
     status="explicit",
@@ -373,7 +381,7 @@ def test_backward_with_inputs_is_warned_about() -> None:
     assert_same(grads(model), found, tolerance=0.0)
 
 
-@works("Empty batches, and no features", section="Input", mode="deferred")
+@works("Empty batches", section="Input", mode="deferred")
 @pytest.mark.parametrize("layer", [nn.Linear(3, 2), nn.Conv2d(1, 2, 2)], ids=["linear", "conv"])
 def test_an_empty_micro_batch_adds_nothing(layer: nn.Module) -> None:
     plain = layer.double()
@@ -386,7 +394,7 @@ def test_an_empty_micro_batch_adds_nothing(layer: nn.Module) -> None:
     assert_directions(layer, expected)
 
 
-@works("float16 and bfloat16 parameters", mode="deferred")
+@works("Autocast to bfloat16 and float16 with `GradScaler`", mode="deferred")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_parameters_are_solved_in_float32(dtype: torch.dtype) -> None:
     model = small_model(Exact(), torch.float32).to(dtype)

@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import proxprop
@@ -63,7 +65,10 @@ def test_an_optimizer_takes_the_steps_it_takes_in_immediate_mode(kind, closures:
     assert_same(found[1], found[0], tolerance=1e-5 if kind is torch.optim.LBFGS else 1e-8)
 
 
-@works("Fused and foreach optimizers", mode="deferred")
+@works(
+    "Every optimizer of `torch.optim` that takes dense gradients, `Muon` and `LBFGS` included",
+    mode="deferred",
+)
 @pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}], ids=str)
 def test_fused_optimizers(how: dict[str, bool]) -> None:
     found = []
@@ -79,7 +84,7 @@ def test_fused_optimizers(how: dict[str, bool]) -> None:
     assert_same(found[1], found[0], tolerance=1e-9)
 
 
-@works("Several optimizers over one model", mode="deferred")
+@works("Parameter groups", mode="deferred")
 @pytest.mark.parametrize("split", ["by layer", "by parameter"])
 def test_several_optimizers_solve_each_layer_once(split: str) -> None:
     model = small_model(Exact())
@@ -103,7 +108,7 @@ def test_several_optimizers_solve_each_layer_once(split: str) -> None:
     assert_same(grads(model), expected, tolerance=1e-9)
 
 
-@works("Several optimizers over one model", mode="deferred")
+@works("Parameter groups", mode="deferred")
 def test_layers_of_two_optimizers_can_be_attached_one_after_the_other() -> None:
     model = small_model(Exact())
     expected = directions(copy.deepcopy(model), images())
@@ -119,7 +124,7 @@ def test_layers_of_two_optimizers_can_be_attached_one_after_the_other() -> None:
     assert_same(grads(model), expected, tolerance=1e-9)
 
 
-@works("An optimizer that takes only some parameters", mode="deferred")
+@works("Parameter groups", mode="deferred")
 def test_an_optimizer_of_weights_only() -> None:
     """The system is still that of weight and bias, as in immediate mode."""
     model = small_model(Exact())
@@ -133,7 +138,7 @@ def test_an_optimizer_of_weights_only() -> None:
     assert_same(grads(model), expected, tolerance=1e-9)
 
 
-@works("An optimizer that takes only some parameters", mode="deferred")
+@works("Parameter groups", mode="deferred")
 def test_a_bias_that_nobody_zeroes_is_noticed() -> None:
     model = small_model(Exact())
     optimizer = torch.optim.SGD([model[0].weight, model[3].weight], lr=0.0)
@@ -236,7 +241,7 @@ def test_a_step_without_backward_changes_nothing() -> None:
     assert_same(grads(model), found, tolerance=0.0)
 
 
-@works("Two forward passes before their backward passes", mode="deferred")
+@works("Gradient accumulation", mode="deferred")
 def test_forward_passes_may_run_ahead() -> None:
     model = small_model(Exact())
     whole = copy.deepcopy(model)
@@ -338,10 +343,13 @@ def test_a_failed_factorisation_warns_and_takes_a_scaled_gradient() -> None:
     assert relative_error(layer.weight.grad, plain / float(3 * 4 * 1e6)) < 1e-5
 
 
-@works(
-    "A loop as Lightning writes it: closure with training step, `zero_grad`, backward and clipping",
-    mode="deferred",
-)
+LIGHTNING = "A loop as Lightning writes it: a closure with training step, `zero_grad` and backward"
+TRAINER = "A loop as Hugging Face's Trainer writes it: accumulate, clip, step, `zero_grad`"
+ACCUMULATED = "micro-batches as under gradient accumulation"
+
+
+@works(LIGHTNING, mode="deferred")
+@works(LIGHTNING, status="approximate", note=ACCUMULATED)
 def test_a_loop_as_lightning_writes_it() -> None:
     model = small_model(Exact())
     whole = copy.deepcopy(model)
@@ -368,7 +376,8 @@ def test_a_loop_as_lightning_writes_it() -> None:
     assert_same(dict(model.named_parameters()), dict(whole.named_parameters()), tolerance=1e-8)
 
 
-@works("A loop as Hugging Face's Trainer writes it: accumulate, clip, step, `zero_grad`", mode="deferred")
+@works(TRAINER, mode="deferred")
+@works(TRAINER, status="approximate", note=ACCUMULATED)
 def test_a_loop_as_trainer_writes_it() -> None:
     model = small_model(Exact())
     whole = copy.deepcopy(model)
@@ -422,3 +431,90 @@ def test_training_with_cg_goes_down() -> None:
         losses.append(float(loss.detach()))
     assert all(map(math.isfinite, losses))
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_part_of_a_model_can_be_solved() -> None:
+    model = small_model(Exact())
+    expected = directions(copy.deepcopy(model), images())
+    optimizer, _ = still(model)
+    plain = directions(model, images())
+    proxprop.solve(model[3])
+    found = grads(model)
+    assert relative_error(found["3.weight"], expected["3.weight"]) < 1e-9
+    assert torch.equal(found["0.weight"], plain["0.weight"])
+    optimizer.step()
+    assert_same(grads(model), expected, tolerance=1e-9)
+
+
+class Wrapped(torch.optim.Optimizer):
+    """A wrapper such as Accelerate's: an optimizer that is none by itself."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def test_a_wrapped_optimizer_is_attached_by_what_it_wraps() -> None:
+    model = small_model(Exact())
+    expected = directions(copy.deepcopy(model), images())
+    wrapped = Wrapped(torch.optim.SGD(model.parameters(), lr=0.0))
+    proxprop.attach(wrapped, model)
+    directions(model, images())
+    wrapped.step()
+    assert_same(grads(model), expected, tolerance=1e-9)
+    proxprop.detach(wrapped)
+    assert model[0]._attached is None
+
+
+EVENTS = st.sampled_from(["backward", "zero to none", "zero in place", "step", "solve", "eval", "clip"])
+
+
+@given(st.lists(EVENTS, min_size=1, max_size=12))
+@settings(max_examples=150)
+def test_any_order_of_events_keeps_s_in_step_with_the_gradient(events: list[str]) -> None:
+    """The direction is always that of the micro-batches since the gradient was last zeroed, or an error is raised."""
+    layer = proxprop.nn.Linear(4, 3, solver=Exact(), dtype=torch.float64)
+    optimizer, _ = still(layer)
+    rows, solved = [], False
+    for number, event in enumerate(events):
+        if event == "backward":
+            x, G = randn(2 + number % 3, 4, seed=number), randn(2 + number % 3, 3, seed=99 + number)
+            if solved and layer.weight.grad is not None:
+                with pytest.raises(RuntimeError, match="still holds the direction"):
+                    layer(x).backward(G)
+                return
+            layer(x).backward(G)
+            rows.append((x, G))
+        elif event.startswith("zero"):
+            layer.zero_grad(set_to_none=event == "zero to none")
+            rows, solved = [], False
+        elif event in ("step", "solve") and rows:
+            optimizer.step() if event == "step" else proxprop.solve(layer)
+            solved = True
+            A = torch.cat([torch.cat([x, torch.ones(len(x), 1).double()], 1) for x, _ in rows])
+            B = A.T @ torch.cat([G for _, G in rows])
+            D = torch.linalg.solve(torch.eye(5).double() + A.T @ A, B)
+            assert relative_error(layer.weight.grad, D[:4].T) < 1e-9
+        elif event == "eval":
+            with torch.no_grad():
+                layer(randn(3, 4, seed=7))
+        elif event == "clip" and not solved:
+            nn.utils.clip_grad_norm_(layer.parameters(), 1e9)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_sparse_gradient_that_is_zeroed_takes_its_counts_along(set_to_none: bool) -> None:
+    found = []
+    for given_up in (False, True):
+        torch.manual_seed(0)
+        layer = proxprop.nn.Embedding(6, 3, sparse=True, dtype=torch.float64)
+        handle = proxprop.attach(torch.optim.SparseAdam(list(layer.parameters())), layer)
+        if given_up:
+            layer(torch.tensor([0, 0, 1])).sum().backward()
+            layer.zero_grad(set_to_none=set_to_none)
+        layer(torch.tensor([1, 2, 2])).sum().backward()
+        handle.solve()
+        found.append(layer.weight.grad.to_dense())
+    assert torch.equal(*found)

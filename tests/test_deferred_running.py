@@ -118,14 +118,15 @@ def test_a_learning_rate_stays_stable() -> None:
 
 
 @works("Running averages of S (`running=Running(...)`)", mode="deferred")
-def test_layers_of_every_kind_train_on_running_averages() -> None:
+@pytest.mark.parametrize("rows", [None, 4])
+def test_layers_of_every_kind_train_on_running_averages(rows: int | None) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Embedding(7, 4), nn.LayerNorm(4), nn.Conv1d(3, 4, 2, groups=1), nn.Flatten(), nn.Linear(12, 2)
     )
     model = proxprop.convert(model.double(), Exact(), kinds="all", include_last=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    proxprop.attach(optimizer, model, running=Running(every=3))
+    proxprop.attach(optimizer, model, running=Running(every=3, rows=rows))
     input = torch.randint(7, (10, 3), generator=torch.Generator().manual_seed(0))
     losses = []
     for _ in range(20):
@@ -349,3 +350,26 @@ def test_the_first_layer_of_a_model_on_meta_has_a_state_too() -> None:
         model = proxprop.convert(plain_model(torch.float32), Exact())
     handle = proxprop.attach(torch.optim.SGD(model.parameters(), lr=0.0), model, running=Running())
     assert handle.state_dict()["0.S"].is_meta
+
+
+def test_a_model_that_is_moved_keeps_its_averages_and_one_that_is_frozen_starts_anew() -> None:
+    running = Running(decay=0.5, every=5)
+    layer, optimizer = attached(Exact(), running)
+    same, same_optimizer = attached(Exact(), running)
+    (x, G), (x2, G2) = batches(2)
+    stepped(layer, optimizer, x, G)
+    stepped(same, same_optimizer, x, G)
+    layer.float()
+    found = stepped(
+        layer, optimizer, x2.float(), G2.float()
+    )  # with the S of both steps: its operator is made anew
+    optimizer.zero_grad()
+    assert found.dtype == torch.float32
+    S = 0.5 * rows(x).T @ rows(x) + rows(x2).T @ rows(x2)
+    C = S / (0.5 * len(x) + len(x2))
+    assert relative_error(found.double(), stated(C, rows(x2).T @ G2, 0.3, Exact())) < 1e-4
+    same.bias.requires_grad_(False)
+    same_optimizer.zero_grad()
+    same(x2).backward(G2)
+    same_optimizer.step()
+    assert relative_error(same.weight.grad.T, stated(x2.T @ x2 / len(x2), x2.T @ G2, 0.3, Exact())) < 1e-9

@@ -20,9 +20,11 @@ WORKER = ROOT / "tests" / "distributed" / "worker.py"
 Launch = Callable[[int], dict[str, str]]
 
 
-def row(feature: str, *cases: str, note: str = "", status: str = "works") -> object:
-    marker = pytest.mark.compatibility(feature, mode="deferred", note=note, status=status)
-    return pytest.param(cases, marks=marker, id=cases[0])
+def row(
+    feature: str, *cases: str, note: str = "", status: str = "works", modes: tuple[str, ...] = ("deferred",)
+) -> object:
+    marks = [pytest.mark.compatibility(feature, mode=mode, note=note, status=status) for mode in modes]
+    return pytest.param(cases, marks=marks, id=cases[0])
 
 
 ON_ANY_RANKS = [
@@ -43,8 +45,10 @@ ON_ANY_RANKS = [
         "ddp-overlap",
         note="the direction of one process with the concatenated batch; see `docs/scaling.md` for unequal shares",
     ),
+    row("DistributedDataParallel, gradient scaling", "ddp-scaler"),
+    row("DistributedDataParallel, `ZeroRedundancyOptimizer`", "ddp-zero"),
     row("DistributedDataParallel, `no_sync`", "ddp-no-sync", "ddp-accumulate"),
-    row("DistributedDataParallel, `static_graph`", "ddp-static-graph"),
+    row("DistributedDataParallel, `static_graph`", "ddp-static-graph", "ddp-reentrant"),
     row("DistributedDataParallel, `gradient_as_bucket_view`", "ddp-bucket-view"),
     row("DistributedDataParallel, `find_unused_parameters`", "ddp-unused"),
     row(
@@ -75,13 +79,21 @@ ON_ANY_RANKS = [
         "fsdp-two-steps",
         note="each rank solves for the rows it owns",
     ),
+    row("FSDP2, mixed precision", "fsdp-bf16", note="S and the solve in float32"),
     row("FSDP2, CPU offload", "fsdp-offload-exact", "fsdp-offload-convnet"),
     row(
         "Tensor parallel (`parallelize_module`)",
         "tensor-parallel-colwise",
         "tensor-parallel-rowwise",
         status="refused",
+        modes=("immediate", "deferred"),
         note="where ranks hold different features, no rank can form S alone",
+    ),
+    row(
+        "FSDP1 (`FullyShardedDataParallel`)",
+        "fsdp1-refused",
+        status="refused",
+        note="shards do not follow rows; use `fully_shard`",
     ),
     row("Running averages over ranks", "running-ddp", "running-fsdp"),
     row(

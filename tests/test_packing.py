@@ -1,5 +1,7 @@
 """Packing symmetric matrices, and how they are put into buckets."""
 
+from itertools import pairwise
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,6 +59,6 @@ def test_buckets_keep_order_type_and_limit(parts: list[tuple[int, bool]], limit:
     for bucket in found:
         assert len({tensors[i].dtype for i in bucket}) == 1
         assert len(bucket) == 1 or sum(tensors[i].nbytes for i in bucket) <= limit
-    for bucket, following in zip(found, found[1:], strict=False):
+    for bucket, following in pairwise(found):
         together = [tensors[i] for i in (*bucket, following[0])]
         assert len({t.dtype for t in together}) == 2 or sum(t.nbytes for t in together) > limit

@@ -193,7 +193,7 @@ def summands(transfer: Transfer, G: Tensor, sampling: Sampling | None = None) ->
     count = G.new_full((), samples)
     if DIAGONAL in transfer.spaces:
         return transfer.diagonal(), count
-    if sampling is not None and isinstance(transfer, Affine) and samples > sampling.rows:
+    if sampling is not None and isinstance(transfer, Affine) and samples > sampling.rows and not G.is_meta:
         return transfer.sampled_gram(sampling.draw(samples, G.device)), count
     return transfer.gram() if samples else count.new_zeros(groups, features, features), count
 

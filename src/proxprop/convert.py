@@ -104,7 +104,9 @@ def revert(model: Model) -> Model:
 
 def _refuse_attached(model: nn.Module, caller: str) -> None:
     if any(isinstance(module, ProximalLayer) and module._attached is not None for module in model.modules()):
-        raise ValueError(f"{caller}: the model is attached to an optimizer: call proxprop.detach(model) first")
+        raise ValueError(
+            f"{caller}: the model is attached to an optimizer: call proxprop.detach(model) first"
+        )
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:

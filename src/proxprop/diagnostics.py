@@ -44,6 +44,9 @@ def observe(model: nn.Module) -> Iterator[dict[str, list[Report]]]:
 
     Each report costs about one more forward and backward of its layer.
 
+    Raises:
+        ValueError: the model is attached, and so solves nothing inside backward.
+
     Yields:
         A dict from layer name to its reports, oldest first.
 
@@ -56,6 +59,8 @@ def observe(model: nn.Module) -> Iterator[dict[str, list[Report]]]:
         True
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, ProximalLayer)}
+    if any(layer._attached is not None for layer in layers.values()):
+        raise ValueError("observe looks at solves inside backward: call proxprop.detach(model) first")
     reports: dict[str, list[Report]] = {name: [] for name in layers}
     previous = {name: layer._observer for name, layer in layers.items()}
     try:

@@ -7,7 +7,7 @@ D is the direction of one process with the concatenated batch.
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from proxprop.packing import BUCKET_BYTES, buckets, pack, packed_size, unpack
+from proxprop.packing import BUCKET_BYTES, pack, packed_size, unpack
 
 
-def running() -> bool:
+def several_ranks() -> bool:
     """Whether this process is one of several ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
@@ -32,6 +32,9 @@ def mesh_of(tensor: Tensor) -> Any:
 
 class Ranks:
     """The ranks that a model's batch is spread over, by DDP or by the mesh of FSDP2.
+
+    Args:
+        model: the model, or what wraps it.
 
     Attributes:
         wrapper: the DistributedDataParallel around the model; None where there is none or it was not met yet.
@@ -47,15 +50,14 @@ class Ranks:
         """What sums over the ranks that hold a share of this parameter's batch; None where there is but one."""
         mesh = mesh_of(parameter)
         around = self.wrapper if mesh is None else mesh
-        if around is None or not running():
+        if around is None or not several_ranks():
             return None
         if around not in self._sums:
-            process_group = None if mesh is not None else around.process_group
-            self._sums[around] = self._sums_over(
-                mesh.mesh.flatten().tolist()
-                if mesh is not None
-                else dist.get_process_group_ranks(process_group)
+            of_ddp = mesh is None
+            ranks = (
+                dist.get_process_group_ranks(around.process_group) if of_ddp else mesh.mesh.flatten().tolist()
             )
+            self._sums[around] = self._sums_over(ranks)
         return self._sums[around]
 
     def _sums_over(self, ranks: list[int]) -> "Sums | None":
@@ -65,6 +67,15 @@ class Ranks:
         group = dist.new_group(ranks, timeout=_timeout(), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         return Sums(group, self.traffic)
+
+
+def refuse_flat_parameters(model: nn.Module) -> None:
+    """Raise ValueError for a model in the older FSDP."""
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ValueError(
+            "FullyShardedDataParallel cuts parameters without regard to their rows, so that no rank can solve for "
+            "what it holds. Use torch.distributed.fsdp.fully_shard"
+        )
 
 
 def _timeout() -> timedelta | None:
@@ -145,14 +156,14 @@ class Traffic:
 
 
 class Sums:
-    """Sums tensors over a process group, in place.
+    """Sums tensors over a process group.
 
     All ranks must ask for the same shapes in the same order; a rank that has nothing to add brings zeros.
 
     Args:
         group: the ranks to sum over.
         traffic: where to count what is sent.
-        limit: most bytes in one call.
+        limit: most bytes that callers should put into one call.
     """
 
     def __init__(
@@ -161,10 +172,17 @@ class Sums:
         self.group, self.limit = group, limit
         self.traffic = traffic or Traffic()
 
-    def start(self, tensors: Iterable[Tensor]) -> "Pending":
-        """Start to sum; the tensors may not be touched until they were waited for."""
-        tensors = list(tensors)
-        return Pending([self.send([tensors[i] for i in bucket]) for bucket in buckets(tensors, self.limit)])
+    def send(self, tensors: Sequence[Tensor]) -> "Bucket":
+        """Start to sum tensors of one type on one device, in one call. They are copied, packed, and may be freed."""
+        sizes = [packed_size(tensor.shape) for tensor in tensors]
+        flat = tensors[0].new_empty(sum(sizes))
+        for tensor, out in zip(tensors, flat.split(sizes), strict=True):
+            pack(tensor, out)
+        with explained():
+            work = dist.all_reduce(flat, group=self.group, async_op=True)
+        self.traffic.bytes += flat.numel() * flat.element_size()
+        self.traffic.calls += 1
+        return Bucket([tensor.shape for tensor in tensors], flat, work)
 
     def largest(self, flags: Tensor) -> Tensor:
         """The largest of every entry over ranks, in place."""
@@ -172,48 +190,23 @@ class Sums:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
         return flags
 
-    def send(self, tensors: Sequence[Tensor]) -> "Bucket":
-        """Start to sum tensors of one type on one device, in one call."""
-        sizes = [packed_size(tensor.shape) for tensor in tensors]
-        flat = tensors[0].new_empty(sum(sizes))
-        for tensor, out in zip(tensors, flat.split(sizes), strict=True):
-            pack(tensor, out)
-        with explained():
-            work = dist.all_reduce(flat, group=self.group, async_op=True)
-        assert work is not None
-        self.traffic.bytes += flat.numel() * flat.element_size()
-        self.traffic.calls += 1
-        return Bucket(tensors, sizes, flat, work)
 
-
-@dataclass
+@dataclass(frozen=True)
 class Bucket:
-    """Tensors whose sum is on its way."""
+    """Packed tensors whose sum is on its way."""
 
-    tensors: Sequence[Tensor]
-    sizes: list[int]
+    shapes: Sequence[torch.Size]
     flat: Tensor
-    work: dist.Work
+    work: Any
 
-    def wait(self) -> Sequence[Tensor]:
-        """The tensors, once they hold the sum over ranks."""
+    def wait(self) -> list[Tensor]:
+        """The sums over ranks, once they are there."""
         with explained():
             self.work.wait()
-        for tensor, packed in zip(self.tensors, self.flat.split(self.sizes), strict=True):
+        found = [self.flat.new_empty(shape) for shape in self.shapes]
+        for tensor, packed in zip(found, self.flat.split([packed_size(s) for s in self.shapes]), strict=True):
             unpack(packed, tensor)
-        return self.tensors
-
-
-@dataclass
-class Pending:
-    """Sums on their way."""
-
-    buckets: list[Bucket]
-
-    def arrivals(self) -> Iterator[Tensor]:
-        """The tensors in the order they were given, each once its sum is there; later ones are still on their way."""
-        while self.buckets:
-            yield from self.buckets.pop(0).wait()
+        return found
 
 
 class explained:

@@ -19,6 +19,7 @@ from proxprop.convert import (
     quantized,
     refusal,
 )
+from proxprop.deferred.choice import gram_bytes, in_units
 from proxprop.nn import TABLE, ProximalLayer, default_kinds
 from proxprop.solve import Plan
 from proxprop.transfer.autograd import cuda_devices
@@ -35,6 +36,7 @@ class LayerSummary:
         status: "converted" or "explicit".
         reason: why it stays explicit; empty where it is converted.
         plans: how each system that it sets up in a forward pass is solved.
+        gram_bytes: memory for its S in deferred mode; None where it has none.
     """
 
     name: str
@@ -43,6 +45,7 @@ class LayerSummary:
     status: str
     reason: str
     plans: tuple[Plan, ...]
+    gram_bytes: int | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -66,8 +69,22 @@ class Summary:
         """FLOPs beyond BackProp's, all layers together."""
         return sum(plan.flops for row in self.rows for plan in row.plans)
 
+    @property
+    def gram_bytes(self) -> int:
+        """Memory for S in deferred mode, all layers together; running averages hold S, its average and its inverse."""
+        return sum(row.gram_bytes or 0 for row in self.rows)
+
     def __str__(self) -> str:
-        header = ("layer", "kind", "parameters", "solved in", "extra FLOPs", "extra memory", "why")
+        header = (
+            "layer",
+            "kind",
+            "parameters",
+            "solved in",
+            "extra FLOPs",
+            "extra memory",
+            "S if deferred",
+            "why",
+        )
         lines = [header, *(_cells(row) for row in self.rows)]
         widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
         text = [
@@ -84,23 +101,19 @@ class Summary:
         plain = sum(plan.backprop_flops for row in converted for plan in row.plans)
         if plain:
             yield f"extra FLOPs: {self.flops:.3g}, {self.flops / plain:.2f}x BackProp's for the converted layers"
+        if self.gram_bytes:
+            size = self.gram_bytes
+            yield f"deferred mode (attach) holds S: {in_units(size)}; with running averages {in_units(3 * size)}"
 
 
 def _cells(row: LayerSummary) -> tuple[str, ...]:
     where = flops = memory = ""
+    gram = in_units(row.gram_bytes) if row.gram_bytes is not None else ""
     if row.plan is not None:
         where = row.plan.space + (" (pinned)" if row.plan.pinned else "")
         flops = f"{row.plan.flops / row.plan.backprop_flops:.2f}x" if row.plan.backprop_flops else ""
-        memory = _memory(row.plan.bytes)
-    return (row.name or "(model)", row.kind, f"{row.parameters:,}", where, flops, memory, row.reason)
-
-
-def _memory(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} GiB"
+        memory = in_units(row.plan.bytes)
+    return (row.name or "(model)", row.kind, f"{row.parameters:,}", where, flops, memory, gram, row.reason)
 
 
 def summary(model: nn.Module, example: Any) -> Summary:
@@ -122,12 +135,13 @@ def summary(model: nn.Module, example: Any) -> Summary:
         >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
         >>> model = proxprop.convert(model, proxprop.CG(3))
         >>> print(summary(model, torch.zeros(16, 64)))
-        layer  kind    parameters  solved in  extra FLOPs  extra memory  why
-        -----  ------  ----------  ---------  -----------  ------------  ---...
-        0      Linear  2,080       sample     0.41x        9 KiB
-        2      Linear  330                                               the last layer: ...
+        layer  kind    parameters  solved in  extra FLOPs  extra memory  S if deferred  why
+        -----  ------  ----------  ---------  -----------  ------------  -------------  ---...
+        0      Linear  2,080       sample     0.41x        9 KiB         16.5 KiB
+        2      Linear  330                                                              the last layer: ...
         1 of 2 modules converted, 86.3% of 2,410 parameters
         extra FLOPs: 8.24e+04, 0.41x BackProp's for the converted layers
+        deferred mode (attach) holds S: 16.5 KiB; with running averages 49.5 KiB
     """
     check_module(model, "summary")
     plans = _plans(model, example)
@@ -141,7 +155,7 @@ def _row(
     name: str, module: nn.Module, last: nn.Module | None, plans: dict[nn.Module, list[Plan]]
 ) -> LayerSummary:
     found = plans.get(module, [])
-    converted = isinstance(module, ProximalLayer) or bool(found)
+    converted = (isinstance(module, ProximalLayer) and not _kept_explicit(module)) or bool(found)
     return LayerSummary(
         name=name,
         kind=plain_class(module).__name__,
@@ -149,6 +163,7 @@ def _row(
         status="converted" if converted else "explicit",
         reason=_reason(module, last, reached=bool(found)),
         plans=tuple(found),
+        gram_bytes=gram_bytes(module) if isinstance(module, ProximalLayer) else None,
     )
 
 
@@ -158,6 +173,8 @@ def _reason(module: nn.Module, last: nn.Module | None, reached: bool) -> str:
         return "frozen: nothing to solve"
     if reached:
         return "" if isinstance(module, ProximalLayer) else "solved by the module around it"
+    if _kept_explicit(module):
+        return "attached without an S: BackProp's gradient; see what attach returned"
     if isinstance(module, ProximalLayer):
         return "the example did not reach it"
     if module is last:
@@ -178,6 +195,12 @@ def _reason(module: nn.Module, last: nn.Module | None, reached: bool) -> str:
         if kind in default_kinds()
         else f"{kind.__name__} is converted when asked for; see kinds"
     )
+
+
+def _kept_explicit(module: nn.Module) -> bool:
+    """Whether `attach` left a converted layer BackProp's gradient."""
+    attached = module._attached if isinstance(module, ProximalLayer) else None
+    return attached is not None and attached.explicit()
 
 
 def _unknown_kind(kind: type[nn.Module]) -> str:

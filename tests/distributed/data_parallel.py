@@ -7,10 +7,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from networks import NETWORKS
-from parity import assert_parity, mean_square, one_process, share, whole
+from parity import assert_parity, assert_same_on_all_ranks, mean_square, one_process, share, whole
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import proxprop
 from proxprop.deferred import Deferred
@@ -93,6 +95,36 @@ def two_optimizers() -> None:
     assert_parity(model, one_process("exact"))
 
 
+def zero_redundancy() -> None:
+    """An optimizer that spreads its state over ranks; the directions are on all of them."""
+    model = DistributedDataParallel(NETWORKS["exact"].model())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    proxprop.attach(optimizer, model)
+    mean_square(model(share(whole("exact")))).backward()
+    optimizer.step()
+    assert_parity(model, one_process("exact"))
+    for parameter in model.parameters():
+        assert_same_on_all_ranks(parameter.detach())
+
+
+def scaled_loss() -> None:
+    """A gradient scaler skips a step with an infinity on one rank, on all ranks, and goes on."""
+    model, optimizer, _ = wrapped("exact")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    start = [p.detach().clone() for p in model.parameters()]
+    for broken in (True, False):
+        optimizer.zero_grad()
+        batch = share(whole("exact")).clone()
+        if broken and dist.get_rank() == 0:
+            batch[0, 0] = torch.inf
+        scaler.scale(mean_square(model(batch))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if broken:
+            assert all(torch.equal(p, q) for p, q in zip(model.parameters(), start, strict=True))
+    assert_parity(model, one_process("exact"))
+
+
 class Forked(nn.Module):
     """The second layer is used by even ranks only."""
 
@@ -127,6 +159,40 @@ def layer_unused_on_some_ranks() -> None:
         optimizer.step()
     sum(loss(alone, rank) for rank in range(dist.get_world_size())).div(dist.get_world_size()).backward()
     reference.step()
+    assert_parity(model, {name: p.grad for name, p in alone.named_parameters()})
+
+
+class Repeated(nn.Module):
+    """One layer three times, each recomputed in a backward pass inside the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.repeated, self.last = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = checkpoint(lambda x: self.repeated(x).tanh(), x, use_reentrant=True)
+        return self.last(x)
+
+
+def layer_reached_several_times() -> None:
+    """What a layer adds after its S was sent is sent as well."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return proxprop.convert(Repeated().double(), proxprop.Exact(), tau_theta=0.5)
+
+    alone, model = build(), DistributedDataParallel(build(), static_graph=True)
+    for each, batch in ((alone, whole("exact")), (model, share(whole("exact")))):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.0)
+        attached = proxprop.attach(optimizer, each)
+        if sums := attached.reduction.ranks.sums(alone.first.weight):
+            sums.limit = 1  # a bucket for each layer
+        for _ in range(2):
+            optimizer.zero_grad()
+            mean_square(each(batch)).backward()
+            optimizer.step()
     assert_parity(model, {name: p.grad for name, p in alone.named_parameters()})
 
 
@@ -226,6 +292,9 @@ CASES: dict[str, Callable[[], None]] = {
     "ddp-accumulate": partial(accumulated, synchronised=True),
     "ddp-skipped-step": skipped_step,
     "ddp-two-optimizers": two_optimizers,
+    "ddp-zero": zero_redundancy,
+    "ddp-scaler": scaled_loss,
+    "ddp-reentrant": layer_reached_several_times,
     "ddp-unused": layer_unused_on_some_ranks,
     "ddp-join": partial(uneven_inputs, divide_by_initial=True),
     "ddp-join-divide": partial(uneven_inputs, divide_by_initial=False),

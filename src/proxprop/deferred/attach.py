@@ -18,6 +18,7 @@ from proxprop.deferred.choice import (
 )
 from proxprop.deferred.handle import Deferred, attachments
 from proxprop.deferred.running import Running
+from proxprop.distributed import refuse_flat_parameters
 from proxprop.nn import ProximalLayer
 
 
@@ -68,6 +69,7 @@ def attach(
         >>> optimizer.step()  # the direction of all 16
     """
     optimizers = _check(optimizer, model, running, limit, otherwise)
+    refuse_flat_parameters(model)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, ProximalLayer)}
     if not layers:
         raise ValueError("the model has no proximal layer to attach: call proxprop.convert(model) first")
@@ -115,7 +117,8 @@ def detach(attached: nn.Module | Optimizer) -> None:
 def solve(model: nn.Module) -> None:
     """Turn the gradients of a model's attached layers into directions now, to clip or look at them before a step.
 
-    The optimizer's step then solves nothing more. Where no backward pass came since the last solve, nothing is done.
+    A part of a model may be given too: its layers are solved, and with them those that share parameters. The
+    optimizer's step then solves nothing more. Where no backward pass came since the last solve, nothing is done.
 
     Example:
         >>> import torch, proxprop
@@ -132,7 +135,14 @@ def solve(model: nn.Module) -> None:
     if not found:
         raise ValueError("solve: the model is not attached: call proxprop.attach(optimizer, model) first")
     for deferred in found:
-        deferred.solve()
+        deferred.solve(model.parameters())
+
+
+def innermost(optimizer: object) -> object:
+    """The optimizer that takes the steps, inside wrappers such as Accelerate's and Lightning's."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -147,20 +157,21 @@ def public_name(name: str, layer: ProximalLayer) -> str:
 def _check(
     optimizer: object, model: object, running: object, limit: object, otherwise: object
 ) -> list[Optimizer]:
-    check_module(model, "attach")
-    given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    if not isinstance(given, Sequence) or not given or not all(isinstance(o, Optimizer) for o in given):
+    given = [innermost(o) for o in optimizer] if isinstance(optimizer, Sequence) else [innermost(optimizer)]
+    optimizers = [each for each in given if isinstance(each, Optimizer)]
+    if not given or len(optimizers) < len(given):
         raise TypeError(
             "attach should be given an optimizer or a list of optimizers, then the model, but was given "
             f"{type(optimizer).__name__}"
         )
+    check_module(model, "attach")
     if running is not None and not isinstance(running, Running):
         raise TypeError(f"running should be a proxprop.Running or None but is {running!r}")
     if isinstance(limit, bool) or not isinstance(limit, int | float) or limit < 0:
         raise ValueError(f"limit should be a number of bytes but is {limit!r}")
     if otherwise not in OTHERWISE:
         raise ValueError(f"otherwise should be one of {', '.join(OTHERWISE)} but is {otherwise!r}")
-    return list(given)
+    return optimizers
 
 
 def _refuse_twice(choices: dict[str, Choice]) -> None:
@@ -174,9 +185,12 @@ def _refuse_twice(choices: dict[str, Choice]) -> None:
 
 def _deferred_of(attached: nn.Module | Optimizer) -> list[Deferred]:
     """What a model's layers, or an optimizer, are attached by."""
-    if isinstance(attached, Optimizer):
-        hooks = attached._optimizer_step_pre_hooks.values()
-        owners = [getattr(hook, "__self__", None) for hook in hooks]
-        return [owner for owner in owners if isinstance(owner, Deferred)]
-    check_module(attached, "detach")
-    return list({attachment.deferred: None for attachment in attachments(attached)})
+    if isinstance(attached, nn.Module):
+        return list({attachment.deferred: None for attachment in attachments(attached)})
+    inner = innermost(attached)
+    if not isinstance(inner, Optimizer):
+        raise TypeError(
+            f"detach should be given a model or an optimizer but was given {type(attached).__name__}"
+        )
+    owners = [getattr(hook, "__self__", None) for hook in inner._optimizer_step_pre_hooks.values()]
+    return [owner for owner in owners if isinstance(owner, Deferred)]

@@ -7,7 +7,8 @@ from typing import Literal
 from torch import Tensor, nn
 
 from proxprop.backward import precision
-from proxprop.deferred.equation import Equation, components, why_not_joint
+from proxprop.deferred.equation import Equation, components
+from proxprop.deferred.joint import why_not_joint
 from proxprop.nn import ProximalLayer
 from proxprop.nn.layer import Part
 from proxprop.solve import DIAGONAL, FEATURE

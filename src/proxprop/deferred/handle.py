@@ -9,8 +9,9 @@ from torch.optim import Optimizer
 
 from proxprop.backward import Sampling
 from proxprop.deferred.choice import Choice
-from proxprop.deferred.equation import Term, components, join
+from proxprop.deferred.equation import components
 from proxprop.deferred.joining import Joins
+from proxprop.deferred.joint import Term, join
 from proxprop.deferred.operator import SolveOnce, absolute_form
 from proxprop.deferred.reduction import Reduction
 from proxprop.deferred.running import Averages, Cluster, Running
@@ -18,17 +19,21 @@ from proxprop.deferred.state import load_state_dict, state_dict
 from proxprop.deferred.step import direct
 from proxprop.deferred.system import System
 from proxprop.deferred.watch import Watch
+from proxprop.distributed import mesh_of
 from proxprop.nn import ProximalLayer
 
 
 class Attachment:
     """One layer's tie to deferred mode. A copy or a pickle of the layer is not attached."""
 
-    def __init__(self, deferred: "Deferred", systems: dict[str, System]) -> None:
-        self.deferred, self.systems = deferred, systems
+    def __init__(self, deferred: "Deferred", layer: ProximalLayer, systems: dict[str, System]) -> None:
+        self.deferred, self.layer, self.systems = deferred, layer, systems
+        self._parameters = {name: p for name, p in layer.named_parameters() if mesh_of(p) is None}
 
     def leaves(self, part: str, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The leaves of one of the layer's systems."""
+        if not torch.compiler.is_compiling():
+            self._refuse_other_parameters()
         self.deferred.reduction.notice()
         self.deferred.refuse_uneven_inputs()
         return self.systems[part].leaves(device, dtype)
@@ -40,6 +45,16 @@ class Attachment:
     def explicit(self) -> bool:
         """Whether the layer keeps BackProp's gradient."""
         return not self.systems
+
+    def _refuse_other_parameters(self) -> None:
+        """Raise where a gradient would not reach the parameters that S is summed for."""
+        now = dict(self.layer.named_parameters())
+        if any(now.get(name) is not parameter for name, parameter in self._parameters.items()):
+            raise RuntimeError(
+                f"{self.layer._failures.layer}: its parameters are not the ones it was attached with: they were "
+                "replaced (load_state_dict(assign=True)) or others were passed (torch.func.functional_call). Call "
+                "proxprop.detach(model), and attach again with an optimizer that holds the new ones"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -68,7 +83,7 @@ class Deferred(Joins):
         self.systems: list[System] = []
         for name, choice in self.choices.items():
             if choice.mode != "immediate":
-                choice.layer._attached = Attachment(self, self._systems(name, choice))
+                choice.layer._attached = Attachment(self, choice.layer, self._systems(name, choice))
         self.clusters = [Cluster(systems) for systems in components(self.systems)]
         self._watches = {cluster: Watch(cluster.systems) for cluster in self.clusters}
         self._cluster_of = {system: cluster for cluster in self.clusters for system in cluster.systems}

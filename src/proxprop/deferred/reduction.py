@@ -94,19 +94,21 @@ class Reduction:
     def summed(self, systems: Sequence[System]) -> Iterator[tuple[System, Tensor, Tensor | None]]:
         """Those of the systems that anything was summed for, each as soon as its sum over ranks is there."""
         self._end_round()
-        self._send_now([s for s in systems if s not in self._totals])
+        self._send_now(systems)
         chosen = set(systems)
         for arrived in self._arrivals():
-            yield from (self._taken(s) for s in arrived if s in chosen)
+            later = {system for sent, _ in self._sent for system in sent}
+            yield from (self._taken(s) for s in arrived if s in chosen - later)
         yield from (self._taken(s) for s in systems if s in self._totals)
         for system in systems:
             if system.S is not None and self.ranks.sums(system.parameters[0]) is None:
                 yield system, *system.take()
 
     def _send_now(self, systems: Sequence[System]) -> None:
-        """Send what no round was about: under FSDP2 everything, under DDP parts of layers in their first step."""
-        under_way = {system for sent, _ in self._sent for system in sent}
-        waiting = [s for s in systems if s not in under_way and self.ranks.sums(s.parameters[0]) is not None]
+        """Send what no round was about: under FSDP2 all, under DDP what came after a round or in a first step."""
+        covered = {system for sent, _ in self._sent for system in sent} | self._totals.keys()
+        waiting = [s for s in systems if s.current and (s.S is not None or s not in covered)]
+        waiting = [s for s in waiting if self.ranks.sums(s.parameters[0]) is not None]
         if not any(system.S is not None for system in waiting):
             return
         self._agree([s for s in waiting if s.layer not in self._parts])

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from proxprop.deferred.equation import Equation, Term, join
+from proxprop.deferred.equation import Equation
+from proxprop.deferred.joint import Term, join
 from proxprop.deferred.operator import (
     Form,
     Inverse,
@@ -116,22 +117,29 @@ class Averages:
         self.averages: dict[System, Average] = {}
 
     def average(self, system: System, S: Tensor, samples: Tensor) -> Average:
-        """A system's average, at zero where nothing was taken in yet."""
-        if system not in self.averages:
+        """A system's average, where S is and in its precision.
+
+        At zero where nothing was taken in yet, or of the same size: other parameters are trained now.
+        """
+        held = self.averages.get(system)
+        if held is None or held.S.shape != S.shape:
             self.averages[system] = Average(torch.zeros_like(S), torch.zeros_like(samples))
+        elif (held.S.device, held.S.dtype) != (S.device, S.dtype):
+            self.averages[system] = Average(held.S.to(S), held.samples.to(S))
         return self.averages[system]
 
     def operators(self, cluster: Cluster, terms: Iterable[Term]) -> list[tuple[Equation, Operator]]:
         """Take in a step of a cluster's systems, and return what turns their gradients into directions."""
         samples: Tensor | None = None
-        known = sum(system in self.averages for system in cluster.systems)
+        changed = False
         for system, S, count in terms:
             assert isinstance(system, System)
             assert count is not None
-            self.average(system, S, count).update(S, count, self.running.decay)
+            held, average = self.averages.get(system), self.average(system, S, count)
+            average.update(S, count, self.running.decay)
             samples = count if samples is None else samples + count
-        grown = sum(system in self.averages for system in cluster.systems) > known
-        if cluster.steps % self.running.every == 0 or grown:
+            changed = changed or average is not held
+        if cluster.steps % self.running.every == 0 or changed:
             cluster.operators = [self._operator(term, samples) for term in self._joined(cluster)]
         cluster.steps += 1
         return cluster.operators

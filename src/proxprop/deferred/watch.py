@@ -71,15 +71,16 @@ class Watch:
         gradients = {p: p.grad for p in self._versions or self.parameters}
         # FSDP2 keeps gradients to itself until it averages them: there, None says nothing before the first was seen.
         none = not self._versions and not spread and all(g is None for g in gradients.values())
-        if none or any(gradients[p] is None for p in self._versions):
+        empty = any(g is not None and g.is_sparse and g._nnz() == 0 for g in gradients.values())
+        if none or empty or any(gradients[p] is None for p in self._versions):
             for system in self.systems:
                 system.forget()
         if none or spread:
             return
         for parameter, gradient in gradients.items():
-            if gradient is not None and gradient._version != self._versions.get(parameter):
-                zeroed = torch.tensor(gradient._nnz() == 0) if gradient.is_sparse else ~gradient.any()
-                self._clear(zeroed)
+            if gradient is None or gradient.is_sparse or gradient._version == self._versions.get(parameter):
+                continue
+            self._clear(~gradient.any())
 
     def _clear(self, zeroed: Tensor) -> None:
         for leaf in (leaf for system in self.systems for leaf in system.current):
@@ -104,8 +105,8 @@ class Watch:
             self._warned = True
             warnings.warn(
                 f"{self.systems[0].name}: a backward pass added to the gradient but not to S: backward(inputs=...), "
-                "a penalty on the parameters alone, or a forward pass from before attach. The step is solved without what it "
-                "would have added. This layer will not warn again",
+                "a penalty on the parameters alone, or a forward pass from before attach. The step is solved without "
+                "what it would have added. This layer will not warn again",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -18,7 +18,7 @@ from proxprop.backward import (
     precision,
     refuse_transforms,
 )
-from proxprop.distributed import check_layer, running
+from proxprop.distributed import check_layer, several_ranks
 from proxprop.settings import Scaling, Settings
 from proxprop.solve import CG, SPACES, Plan, Solver
 from proxprop.solve.plan import possible_spaces
@@ -160,7 +160,7 @@ class ProximalLayer(nn.Module):
         if self._attached is not None and self._attached.explicit():
             return False
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        if trains and running() and not torch.compiler.is_compiling():
+        if trains and several_ranks() and not torch.compiler.is_compiling():
             check_layer(self, self._failures.layer, self._attached is not None)
         return trains
 

@@ -48,6 +48,10 @@ class NormTransfer(Affine):
             return self.normalized.new_full((self.sizes.groups, 1, 1), float(self.sizes.samples))
         return self._border(squares, self._sum(self.normalized).reshape(-1, 1))
 
+    def sampled_gram(self, index: Tensor) -> Tensor:
+        """S itself: sums over all samples cost no more than choosing among them."""
+        return self.gram()
+
     def output(self, parameters: Parameters) -> Tensor:
         """`γ·x̂ + β`."""
         weight, bias = (p.view(self.broadcast) if p is not None else None for p in parameters)
