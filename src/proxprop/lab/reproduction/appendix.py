@@ -50,7 +50,9 @@ def _marked(method: str, tau: float, losses: Losses, said: bool, seeds: int) -> 
     loss = losses.get(tau)
     if loss is None:
         return ""
-    shown = words.NOTHING if not loss.values else words.loss(loss, seeds)
+    shown = (
+        words.loss(loss, seeds) if loss.values else words.loss(loss, seeds).replace("diverged", words.NOTHING)
+    )
     return f"{shown} {MARKS[grade(method, tau, loss)]}" if said else shown
 
 
