@@ -14,8 +14,14 @@ import proxprop
 
 
 def main() -> None:
-    """Train on this rank's samples, and compare the first direction with that of one process."""
+    """Start, train, stop. By then DistributedDataParallel is gone: where it outlives the group, torch can hang."""
     dist.init_process_group("gloo")
+    train()
+    dist.destroy_process_group()
+
+
+def train() -> None:
+    """Train on this rank's samples, and compare the first direction with that of one process."""
     model = network()
     proxprop.convert(model, proxprop.Exact(), tau_theta=10.0, scaling="gradient")  # the first line
     ddp = DistributedDataParallel(model)
@@ -37,7 +43,6 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"direction, relative distance from one process with all samples: {difference:.0e}")
         print(f"sent for S: {attached.bytes_sent / (step + 1) / 1e6:.2f} MB a step")
-    dist.destroy_process_group()
 
 
 def network() -> nn.Module:

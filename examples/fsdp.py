@@ -17,8 +17,14 @@ import proxprop
 
 
 def main() -> None:
-    """Train on this rank's samples, and compare the first direction with that of one process."""
+    """Start, train, stop."""
     dist.init_process_group("gloo")
+    train()
+    dist.destroy_process_group()
+
+
+def train() -> None:
+    """Train on this rank's samples, and compare the first direction with that of one process."""
     model = network()
     proxprop.convert(model, proxprop.Exact(), tau_theta=10.0, scaling="gradient")  # the first line
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -46,7 +52,6 @@ def main() -> None:
         print(f"rank 0 holds {rows} of {model[0].weight.shape[0]} rows of the first weight")
         print(f"direction, relative distance from one process with all samples: {difference:.0e}")
         print(f"sent for S: {attached.bytes_sent / (step + 1) / 1e6:.2f} MB a step")
-    dist.destroy_process_group()
 
 
 def distance(model: nn.Module, x: Tensor, y: Tensor) -> float:

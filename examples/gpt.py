@@ -152,9 +152,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor, device: torch.device) -> Ten
 
 
 @torch.no_grad()
-def validation(
-    model: nn.Module, data: Tensor, options: argparse.Namespace, device: torch.device
-) -> float:
+def validation(model: nn.Module, data: Tensor, options: argparse.Namespace, device: torch.device) -> float:
     """Mean loss over windows of the held-out text, the same for every run."""
     generator = torch.Generator().manual_seed(1234)
     batches = [batch(data, options.samples, options.positions, generator) for _ in range(options.batches)]
@@ -177,7 +175,9 @@ def _now(device: torch.device) -> float:
 
 def main() -> None:
     """Run the study and print a line for each run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for name, value in (("steps", 1200), ("layers", 6), ("width", 384), ("heads", 6), ("positions", 256),
                         ("samples", 64), ("batches", 20), ("seeds", 3)):  # fmt: skip
@@ -192,7 +192,9 @@ def main() -> None:
             rows.append(train(method, seed, options))
             print({k: round(v, 5) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
             if options.json:
-                options.json.write_text(json.dumps({"options": vars(options) | {"json": None}, "rows": rows}, indent=1))
+                options.json.write_text(
+                    json.dumps({"options": vars(options) | {"json": None}, "rows": rows}, indent=1)
+                )
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ ON_ANY_RANKS = [
         "ddp-skipped-step",
         "ddp-two-optimizers",
         "ddp-bytes",
+        "ddp-dropped",
         "ddp-overlap",
         note="the direction of one process with the concatenated batch; see `docs/scaling.md` for unequal shares",
     ),

@@ -5,16 +5,13 @@ over the rank's samples and as many samples on every rank, B is the gradient of 
 D is the direction of one process with the concatenated batch.
 """
 
-import atexit
-import functools
-import gc
 import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -46,8 +43,21 @@ class Ranks:
 
     def __init__(self, model: nn.Module) -> None:
         self.traffic = Traffic()
-        self.wrapper: Any = next((m for m in model.modules() if _is_ddp(m)), None)
-        self._sums: dict[Any, Sums | None] = {}
+        self.wrapper = next((m for m in model.modules() if _is_ddp(m)), None)
+        self._sums: WeakKeyDictionary[Any, Sums | None] = WeakKeyDictionary()
+
+    @property
+    def wrapper(self) -> Any:
+        """The wrapper, as long as someone else holds it.
+
+        A model refers to what it is attached to and back, so that both end when garbage is collected. A wrapper that
+        they held would hold process groups until then, whose threads abort a process that they outlive.
+        """
+        return self._wrapper() if self._wrapper is not None else None
+
+    @wrapper.setter
+    def wrapper(self, wrapper: Any) -> None:
+        self._wrapper = ref(wrapper) if wrapper is not None else None
 
     def sums(self, parameter: Tensor) -> "Sums | None":
         """What sums over the ranks that hold a share of this parameter's batch; None where there is but one."""
@@ -67,20 +77,9 @@ class Ranks:
         """Sums over a group of our own, so that our calls and the wrapper's need no common order."""
         if len(ranks) == 1:
             return None
-        _collect_at_exit()
         group = dist.new_group(ranks, timeout=_timeout(), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         return Sums(group, self.traffic)
-
-
-@functools.cache
-def _collect_at_exit() -> None:
-    """Have garbage collected before Python ends.
-
-    An attached model is part of a cycle, and with it the process groups it used. Their threads abort the process if
-    they outlive the interpreter, which happens where `destroy_process_group` is the last thing a script does.
-    """
-    atexit.register(gc.collect)
 
 
 def refuse_flat_parameters(model: nn.Module) -> None:
@@ -183,8 +182,22 @@ class Sums:
     def __init__(
         self, group: dist.ProcessGroup, traffic: Traffic | None = None, limit: int = BUCKET_BYTES
     ) -> None:
-        self.group, self.limit = group, limit
+        self._group, self.limit = ref(group), limit
         self.traffic = traffic or Traffic()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group, which torch holds until it is destroyed.
+
+        Raises:
+            RuntimeError: it was.
+        """
+        group = self._group()
+        if group is None:
+            raise RuntimeError(
+                "the process groups were destroyed: call proxprop.attach anew after init_process_group"
+            )
+        return group
 
     def send(self, tensors: Sequence[Tensor]) -> "Bucket":
         """Start to sum tensors of one type on one device, in one call. They are copied, packed, and may be freed."""

@@ -1,5 +1,7 @@
 """DistributedDataParallel: the same directions as one process with the concatenated batch."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -281,6 +283,20 @@ def warned_once_in_immediate_mode() -> None:
     assert len(told) == 1, told
 
 
+def a_dropped_wrapper_ends_at_once() -> None:
+    """Not when garbage is collected: it holds process groups, which have to end before the process does."""
+    gc.disable()
+    try:
+        model, optimizer, _ = wrapped("exact")
+        mean_square(model(share(whole("exact")))).backward()
+        optimizer.step()
+        there = weakref.ref(model)
+        del model, optimizer, _
+        assert there() is None
+    finally:
+        gc.enable()
+
+
 CASES: dict[str, Callable[[], None]] = {
     **{f"ddp-{name}": partial(one_step, name) for name in NETWORKS},
     "ddp-static-graph": partial(one_step, "exact", static_graph=True),
@@ -302,6 +318,7 @@ CASES: dict[str, Callable[[], None]] = {
     "ddp-unequal": partial(unequal_shares, weighted=False),
     "ddp-unequal-weighted": partial(unequal_shares, weighted=True),
     "ddp-bytes": bytes_are_counted,
+    "ddp-dropped": a_dropped_wrapper_ends_at_once,
     "ddp-overlap": sent_while_backward_runs,
     "ddp-immediate-warns": warned_once_in_immediate_mode,
 }

@@ -3,6 +3,7 @@
 torchrun --nproc-per-node=N tests/distributed/worker.py OUTCOMES.json case case ...
 """
 
+import gc
 import json
 import os
 import sys
@@ -39,6 +40,7 @@ def main() -> None:
             break  # ranks may be out of step
     if dist.get_rank() == 0:
         Path(path).write_text(json.dumps(outcomes))
+    gc.collect()  # torch can hang where DDP outlives its process group
     dist.destroy_process_group()
 
 

@@ -68,7 +68,6 @@ class Deferred(Joins):
     """Converted layers whose steps are solved when their optimizer steps. Made by `proxprop.attach`.
 
     Attributes:
-        model: the model that was attached.
         optimizers: the optimizers whose steps are preceded by a solve.
         choices: what was decided for each converted layer, by name.
         systems: what S is summed for.
@@ -82,7 +81,7 @@ class Deferred(Joins):
         running: Running | None,
     ) -> None:
         super().__init__()
-        self.model, self.optimizers, self.choices = model, list(optimizers), dict(choices)
+        self.optimizers, self.choices = list(optimizers), dict(choices)
         self.averages = Averages(running) if running is not None else None
         self.systems: list[System] = []
         for name, choice in self.choices.items():

@@ -33,7 +33,7 @@ class PublishedCG(Solver):
     Example:
         >>> S, B = torch.diag(torch.tensor([1.0, 3.0]))[None], torch.ones(1, 2, 1)
         >>> PublishedCG(2).features(S, B, damping=1.0).value.flatten()  # conjugate gradients give 0.5, 0.25
-        tensor([0.4444, 0.2222])
+        tensor([0.4333, 0.2333])
     """
 
     iterations: int
