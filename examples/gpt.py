@@ -93,7 +93,7 @@ class Method:
 
 
 def text(device: torch.device) -> tuple[Tensor, Tensor, str]:
-    """Bytes to train on, bytes held out, and a hash of all of them; files go to either part whole, by their hash."""
+    """Bytes to train on, bytes held out, and a hash of all of them; files come in an order that mixes subjects."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = (path for path in root.rglob("*.py") if "site-packages" not in path.parts)
     ranked = sorted(paths, key=lambda path: hashlib.sha256(path.name.encode()).digest())

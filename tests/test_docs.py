@@ -1,10 +1,14 @@
 """What the documents say is what the records and the code say."""
 
+import csv
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
+
+from proxprop.lab.paper import curves
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -33,6 +37,28 @@ def test_the_readmes_ratios_are_the_records() -> None:
     assert f"its ConvNet {convnet}" in text
     assert f"costs {ratio('mlp-wide-256', 'cg3')} (cg3)" in text
     assert f"a narrow one (128) {ratio('mlp-narrow-2048', 'cg3')}" in text
+
+
+def after(epoch: int, solver: str, column: str) -> float:
+    with (ROOT / "results" / "paper" / "fig1.csv").open() as file:
+        found = [
+            float(row[column])
+            for row in csv.DictReader(file)
+            if (row["solver"], row["epoch"]) == (solver, str(epoch))
+        ]
+    assert len(found) == 3
+    return fmean(found)
+
+
+def test_what_the_readme_says_of_the_paper_is_in_the_tables() -> None:
+    text = " ".join(README.split())
+    paper = dict(zip(*curves()["exact_vs_inexact_prox_mlp_plot", "ProxProp (cg3)"], strict=True))[10]
+    assert f"ten epochs is {after(10, 'published:3', 'train_loss'):.3f} (paper {paper:.3f})" in text
+    assert f"With correct conjugate gradients it is {after(10, 'cg:3', 'train_loss'):.3f}" in text
+    right, released, plain = (
+        f"{100 * after(50, solver, 'test_accuracy'):.1f} %" for solver in ("cg:3", "published:3", "backprop")
+    )
+    assert f"after 50 epochs is {right} instead of {released} (BackProp {plain})" in text
 
 
 def test_the_performance_page_is_made_from_the_records() -> None:

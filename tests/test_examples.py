@@ -1,0 +1,38 @@
+"""The examples that need one process; those for torchrun are in test_distributed.py."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_gpt_trains_with_every_method(tmp_path):
+    small = {
+        "steps": 6,
+        "layers": 1,
+        "width": 16,
+        "heads": 2,
+        "positions": 16,
+        "samples": 4,
+        "batches": 1,
+        "seeds": 1,
+    }
+    options = [part for name, value in small.items() for part in (f"--{name}", str(value))]
+    command = [
+        sys.executable,
+        "examples/gpt.py",
+        "--device",
+        "cpu",
+        *options,
+        "--json",
+        str(tmp_path / "gpt.json"),
+    ]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    rows = json.loads((tmp_path / "gpt.json").read_text())["rows"]
+    assert [row["damping"] for row in rows[:4]] == [None, None, None, 0.1]
+    assert len({row["text"] for row in rows}) == 1
+    assert all(math.isfinite(row["validation_loss"]) for row in rows)
+    assert len({row["validation_loss"] for row in rows}) == len(rows) == 12
