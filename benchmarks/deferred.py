@@ -14,13 +14,13 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 from networks import NETWORKS, Network
-from step import environment, make_optimizers, peak_memory
+from step import Row, environment, make_optimizers, peak_memory, row
 from torch import nn
 
 import proxprop
@@ -32,20 +32,6 @@ METHODS = ("backprop", "immediate", "deferred", "running-1", "running-10")
 DEFAULT = ("mlp-500", "resnet18-128", "gpt2-block-8x1024")
 SIZES = (256, 512, 1024, 2048, 4096, 8192, 11008)
 STEPS = 10
-
-
-@dataclass(frozen=True)
-class Row:
-    """One method on one network: milliseconds a step, and its ratio to BackProp's step in the same round."""
-
-    network: str
-    method: str
-    precision: str
-    milliseconds: float
-    ratio: float
-    low: float
-    high: float
-    memory: float | None
 
 
 def main() -> None:
@@ -99,14 +85,8 @@ def measure(network: Network, precision: str, options: argparse.Namespace) -> li
     for _ in range(options.rounds):
         for method, step in steps.items():
             times[method].append(seconds(step, options.device, STEPS) * 1e3)
-    return [row(network.name, method, precision, times, memory) for method in METHODS]
-
-
-def row(network: str, method: str, precision: str, times: dict, memory: dict) -> Row:
-    ratios = [t / b for t, b in zip(times[method], times["backprop"], strict=True)]
-    low, _, high = quantiles(ratios, n=4)
-    share = memory[method] / memory["backprop"] if memory["backprop"] else None
-    return Row(network, method, precision, median(times[method]), median(ratios), low, high, share)
+    base, predicted = times["backprop"], dict.fromkeys(METHODS)  # no FLOP model of deferred steps
+    return [row(network.name, m, precision, times[m], base, predicted, memory) for m in METHODS]
 
 
 def prepare(network: Network, method: str, device: str) -> tuple[nn.Module, Callable[[], None]]:

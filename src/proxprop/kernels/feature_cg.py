@@ -100,7 +100,7 @@ def _begin(
 @triton.jit
 def _advance_whole(
     SEARCH, S_SEARCH, RESIDUAL, D, DIAGONAL, PARTS_OF_SEARCH, UNSCALE, SCALE, SQUARED,
-    damping, features, padded, outputs, wide,
+    damping, features, padded, wide,
     FIRST: tl.constexpr, LAST: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """`_advance` for columns that a program holds whole, so that nothing is read twice."""
@@ -146,7 +146,7 @@ def _advance_whole(
 @triton.jit
 def _advance(
     SEARCH, S_SEARCH, RESIDUAL, D, DIAGONAL, PARTS_OF_SEARCH, UNSCALE, SCALE, SQUARED,
-    damping, features, padded, outputs, wide,
+    damping, features, padded, wide,
     FIRST: tl.constexpr, LAST: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(1).to(tl.int64)
@@ -241,7 +241,7 @@ def feature_cg(S: Tensor, B: Tensor, damping: float, iterations: int, parts: int
     for step in range(iterations):
         (_advance_whole if whole else _advance)[programs](
             search, halves.product(parts_of_S, parts_of_search), residual, D, diagonal, parts_of_search, unscale,
-            scale, squared, damping, features, padded, outputs, wide,
+            scale, squared, damping, features, padded, wide,
             FIRST=step == 0, LAST=step == iterations - 1, **shape,
         )  # fmt: skip
     return D[..., :outputs]

@@ -9,7 +9,6 @@ beyond 2 over the largest eigenvalue. With the paper's explicit steps on z, z½ 
 with D = (I/τ_θ + AᵀA)⁻¹AᵀG for the proximal step and D = τ_θ·AᵀG for the explicit one.
 """
 
-import argparse
 import copy
 import math
 import tempfile
@@ -29,6 +28,7 @@ from proxprop.lab.data import Dataset, load
 from proxprop.lab.devices import device, matmul_precision
 from proxprop.lab.methods import method
 from proxprop.lab.paper import iteration
+from proxprop.lab.reproduction.arguments import parse
 from proxprop.lab.reproduction.files import Row, write_csv
 from proxprop.lab.train import train
 from proxprop.lab.watch import Quiet
@@ -211,13 +211,8 @@ def write(base: Config, out: Path, epochs: Sequence[int] = EPOCHS) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write the file, on a machine without the command line's packages."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", default="cifar10")
-    parser.add_argument("--data-dir")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args(arguments)
-    write(Config(data=given.data, data_dir=given.data_dir, device=given.device), given.out)
+    config, out = parse(__doc__, arguments)
+    write(config, out)
 
 
 if __name__ == "__main__":

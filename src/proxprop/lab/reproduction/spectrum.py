@@ -4,15 +4,14 @@ The paper gives 6.7e6 and "seven orders of magnitude larger than the smallest" b
 how many images were taken. So every *reading* (how pixels become numbers) is measured on every *sample* of images.
 """
 
-import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from proxprop.lab.data import Dataset, load
+from proxprop.lab.reproduction.arguments import parse
 from proxprop.lab.reproduction.files import Row, write_csv
 
 COLUMNS = ("reading", "images", "count", "precision", "features", "largest", "smallest", "orders")
@@ -96,14 +95,9 @@ def gram(X: Tensor) -> Tensor:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write the file, on a machine without the command line's packages."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", default="cifar10")
-    parser.add_argument("--data-dir")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args(arguments)
-    dataset = load(given.data, given.data_dir, validation=0).to(torch.device(given.device))
-    write_csv(given.out, COLUMNS, measure(samples(dataset)))
+    config, out = parse(__doc__, arguments)
+    dataset = load(config.data, config.data_dir, validation=0).to(torch.device(config.device))
+    write_csv(out, COLUMNS, measure(samples(dataset)))
 
 
 if __name__ == "__main__":

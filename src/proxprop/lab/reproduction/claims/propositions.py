@@ -30,27 +30,23 @@ def claims(results: Results) -> list[Verdict]:
 
 
 def _angle(rows: list[Row], claim: str, solver: str) -> Verdict:
-    mine, theirs = of(rows, solver), of(rows, "published") if solver == "cg" else []
-    return Verdict(
-        claim,
-        "< 90°",
-        _largest(theirs, "angle", "°"),
-        _largest(mine, "angle", "°"),
-        _all_below(mine, "angle", RIGHT_ANGLE),
-        _where(mine, "angle"),
-    )
+    return _below(claim, "< 90°", *_ours_and_theirs(rows, solver), "angle", RIGHT_ANGLE, "°")
 
 
 def _energy(rows: list[Row], claim: str, solver: str) -> Verdict:
-    mine, theirs = of(rows, solver), of(rows, "published") if solver == "cg" else []
-    return Verdict(
-        claim,
-        "after / before < 1",
-        _largest(theirs, "energy", ""),
-        _largest(mine, "energy", ""),
-        _all_below(mine, "energy", 1.0),
-        _where(mine, "energy"),
-    )
+    return _below(claim, "after / before < 1", *_ours_and_theirs(rows, solver), "energy", 1.0)
+
+
+def _ours_and_theirs(rows: list[Row], solver: str) -> tuple[list[Row], list[Row]]:
+    return of(rows, solver), of(rows, "published") if solver == "cg" else []
+
+
+def _below(
+    claim: str, paper: str, mine: list[Row], theirs: list[Row], column: str, bound: float, unit: str = ""
+) -> Verdict:
+    """That a quantity stays below a bound everywhere: its largest value, and where that was."""
+    shown = _largest(theirs, column, unit), _largest(mine, column, unit)
+    return Verdict(claim, paper, *shown, _all_below(mine, column, bound), _where(mine, column))
 
 
 def limit(row: Row) -> float:
@@ -61,14 +57,7 @@ def limit(row: Row) -> float:
 def _explicit_below(rows: list[Row]) -> Verdict:
     small = [row for row in of(rows, "explicit", "float64") if limit(row) < 1]
     claim = "an explicit step decreases it below τ_θ = 2/λ"
-    return Verdict(
-        claim,
-        "after / before < 1",
-        "",
-        _largest(small, "energy", ""),
-        _all_below(small, "energy", 1.0),
-        _where(small, "energy"),
-    )
+    return _below(claim, "after / before < 1", small, [], "energy", 1.0)
 
 
 def _explicit_beyond(rows: list[Row]) -> Verdict:
