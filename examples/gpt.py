@@ -1,7 +1,7 @@
 """A small byte-level GPT: AdamW alone, and AdamW on directions from a running S.
 
-    python examples/gpt.py --json gpt.json                      # the whole study, for a GPU
-    python examples/gpt.py --steps 20 --layers 2 --width 64     # a look, on a CPU
+    python examples/gpt.py --json gpt.json                          # the whole study, for a GPU
+    python examples/gpt.py --steps 20 --layers 2 --width 64 --seeds 0    # a look, on a CPU
 
 The text is the source code of the Python that runs this, so that nothing has to be downloaded; its size and hash are
 recorded. Every method sees the same batches in the same order and starts from the same weights.
@@ -11,6 +11,8 @@ import argparse
 import hashlib
 import json
 import math
+import os
+import sys
 import sysconfig
 import time
 from dataclasses import asdict, dataclass
@@ -180,21 +182,27 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for name, value in (("steps", 1200), ("layers", 6), ("width", 384), ("heads", 6), ("positions", 256),
-                        ("samples", 64), ("batches", 20), ("seeds", 3)):  # fmt: skip
+                        ("samples", 64), ("batches", 20)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--json", type=Path, help="where to write the measurements")
     options = parser.parse_args()
     methods = [Method(lr) for lr in RATES]
     methods += [Method(lr, damping) for lr in RATES for damping in DAMPINGS]
+    record = {"command": " ".join(sys.argv).split(" --json")[0], "environment": environment(options.device)}
     rows: list[dict[str, object]] = []
-    for seed in range(options.seeds):
+    for seed in options.seeds:
         for method in methods:
             rows.append(train(method, seed, options))
             print({k: round(v, 5) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
             if options.json:
-                options.json.write_text(
-                    json.dumps({"options": vars(options) | {"json": None}, "rows": rows}, indent=1)
-                )
+                options.json.write_text(json.dumps(record | {"rows": rows}, indent=1) + "\n")
+
+
+def environment(device: str) -> dict[str, str]:
+    """Where the numbers come from; COMMIT says what a copy without a repository can't."""
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    return {"torch": torch.__version__, "device": name, "commit": os.environ.get("COMMIT", "")}
 
 
 if __name__ == "__main__":
