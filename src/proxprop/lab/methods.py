@@ -132,7 +132,11 @@ def _sgd(config: Config) -> MakeOptimizers:
     """PyTorch's Nesterov momentum, the paper's: m ← μm + d, θ ← θ − τ(μm + d)."""
     return lambda model: [
         torch.optim.SGD(
-            model.parameters(), lr=_lr(config), momentum=config.momentum, nesterov=config.momentum > 0
+            model.parameters(),
+            lr=_lr(config),
+            momentum=config.momentum,
+            nesterov=config.momentum > 0,
+            fused=_on_cuda(model) or None,
         )
     ]
 
