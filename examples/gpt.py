@@ -1,7 +1,7 @@
 """A small byte-level GPT: AdamW alone, and AdamW on directions from a running S.
 
-    python examples/gpt.py --json gpt.json                          # the whole study, for a GPU
-    python examples/gpt.py --steps 20 --layers 2 --width 64 --seeds 0    # a look, on a CPU
+    python examples/gpt.py --json gpt.json                                            # the whole study, for a GPU
+    python examples/gpt.py --steps 20 --layers 2 --width 64 --methods 2e-3 2e-3:0.3   # a look, on a CPU
 
 The text is the source code of the Python that runs this, so that nothing has to be downloaded; its size and hash are
 recorded. Every method sees the same batches in the same order and starts from the same weights.
@@ -26,7 +26,7 @@ import proxprop
 
 BYTES = 8_000_000
 HELD_OUT = 400_000
-RATES = (5e-4, 1e-3, 2e-3)
+RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 DAMPINGS = (0.1, 0.3, 1.0)
 
 
@@ -92,6 +92,11 @@ class Method:
     decay: float = 0.95
     every: int = 10
     rows: int | None = None
+
+    @classmethod
+    def parse(cls, written: str) -> "Method":
+        """From `lr`, or `lr:damping`."""
+        return cls(*map(float, written.split(":")))
 
 
 def text(device: torch.device) -> tuple[Tensor, Tensor, str]:
@@ -185,14 +190,14 @@ def main() -> None:
                         ("samples", 64), ("batches", 20)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    every = [Method(lr, damping) for damping in (None, *DAMPINGS) for lr in RATES]
+    parser.add_argument("--methods", type=Method.parse, nargs="+", default=every, metavar="LR[:DAMPING]")
     parser.add_argument("--json", type=Path, help="where to write the measurements")
     options = parser.parse_args()
-    methods = [Method(lr) for lr in RATES]
-    methods += [Method(lr, damping) for lr in RATES for damping in DAMPINGS]
     record = {"command": " ".join(sys.argv).split(" --json")[0], "environment": environment(options.device)}
     rows: list[dict[str, object]] = []
     for seed in options.seeds:
-        for method in methods:
+        for method in options.methods:
             rows.append(train(method, seed, options))
             print({k: round(v, 5) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
             if options.json:
