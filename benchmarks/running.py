@@ -1,0 +1,134 @@
+"""Write docs/running.md from the records under results/: what deferred mode costs, and what running averages bring.
+
+python benchmarks/running.py > docs/running.md
+"""
+
+import csv
+import json
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean, stdev
+
+RESULTS = Path(__file__).parents[1] / "results"
+OVERHEAD = {
+    "immediate": "immediate",
+    "deferred": "deferred",
+    "running-1": "running, `every=1`",
+    "running-10": "running, `every=10`",
+}
+MUON = {"backprop": "the gradient", "exact": "S of the batch", "running:10": "a running S"}
+Cells = dict[tuple[object, float], list[float]]
+"""A method and a learning rate to the losses of its seeds."""
+
+INTRODUCTION = """# What running averages cost and bring
+
+[Deferred mode](deferred.md) sums S over a step; `Running` averages it over steps. This page is written from records by
+`benchmarks/running.py`; losses are mean ± standard deviation over three seeds.
+"""
+
+STEPS = """## What a step costs
+
+`{command}` on {device}, torch {torch}, commit {commit:.7};
+record in `results/bench/deferred-h200.json`. Eager float32 steps with `Exact`, ten in turn, as ratios of time (and of
+peak memory) to BackProp's. An eager step of a small network waits for the host, not for the GPU; captured steps of
+immediate mode are in [performance.md](performance.md).
+"""
+
+UNDER_MUON = """## Under Muon
+
+The paper's MLP on CIFAR-10, batch 500, ten epochs: full-batch training loss. Muon takes the hidden matrices, AdamW the
+rest, both at this learning rate (Muon's scaled to match AdamW's). Made by `proxprop reproduce beyond`; record in
+`results/paper/beyond.csv`.
+"""
+
+UNDER_ADAMW = """## Under AdamW, a small GPT
+
+`examples/gpt.py`: six layers, 384 wide, 64 windows of 256 bytes of Python's own source a step, 1,200 steps in bf16,
+`Running(decay=0.95, every=10, damping=ρ)`: loss on held-out text in nats a byte; records in `results/gpt/`.
+"""
+
+
+def main() -> None:
+    print(INTRODUCTION)
+    print(overhead(json.loads((RESULTS / "bench" / "deferred-h200.json").read_text())))
+    print(muon())
+    print(gpt(), end="")
+
+
+def overhead(record: dict) -> str:
+    """Whole steps of deferred mode against BackProp's."""
+    about = record["environment"]
+    ratios = {(row["network"], row["method"]): (row["ratio"], row["memory"]) for row in record["rows"]}
+    networks = list(dict.fromkeys(network for network, _ in ratios))
+    lines = [
+        STEPS.format(command=record["command"], **about),
+        table(["network", *OVERHEAD.values()]),
+        *(
+            _row(name, *("{:.2f} ({:.2f})".format(*ratios[name, method]) for method in OVERHEAD))
+            for name in networks
+        ),
+        "",
+        "Directions of deferred mode differ from immediate mode's, in float64, relative to their norm, by at most "
+        f"{max(record['agreement'].values()):.0e}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def muon() -> str:
+    """Under Muon: the paper's MLP on CIFAR-10 for ten epochs."""
+    cells: Cells = defaultdict(list)
+    with (RESULTS / "paper" / "beyond.csv").open() as file:
+        for row in csv.DictReader(file):
+            if (row["experiment"], row["epoch"]) == ("muon", "10"):
+                cells[row["solver"], float(row["tau"])].append(float(row["train_loss"]))
+    return "\n".join([UNDER_MUON, losses("Muon is fed", MUON, cells)])
+
+
+def gpt() -> str:
+    """Under AdamW: a byte-level GPT."""
+    cells: Cells = defaultdict(list)
+    for path in sorted((RESULTS / "gpt").glob("seed*.json")):
+        for row in json.loads(path.read_text())["rows"]:
+            cells[row["damping"], row["lr"]].append(row["validation_loss"])
+    timed: dict[float | None, list[float]] = defaultdict(list)
+    for row in json.loads((RESULTS / "gpt" / "time.json").read_text())["rows"]:
+        timed[row["damping"]].append(row["seconds_per_step"])
+    slower = [fmean(times) / fmean(timed[None]) for damping, times in timed.items() if damping is not None]
+    dampings = sorted({damping for damping, _ in cells if damping is not None})
+    names = {None: "the gradient"} | {damping: f"a running S, ρ = {damping:g}" for damping in dampings}
+    time = f"A step with a running S takes {fmean(slower):.2f} times as long as one without"
+    return "\n".join([UNDER_ADAMW, losses("AdamW is fed", names, cells), f"{time} (`results/gpt/time.json`).\n"])
+
+
+def losses(corner: str, names: dict, cells: Cells) -> str:
+    """A table of losses over learning rates, and the best of each method in words."""
+    rates = sorted({rate for _, rate in cells})
+    lines = [table([corner, *(f"lr {rate:g}" for rate in rates)])]
+    best = {}
+    for method, name in names.items():
+        found = {rate: cells[method, rate] for rate in rates if (method, rate) in cells}
+        lines.append(_row(name, *(_spread(found.get(rate, [])) for rate in rates)))
+        rate = min(found, key=lambda rate: fmean(found[rate]))
+        best[name] = f"{name} {_spread(found[rate])} (lr {rate:g})"
+    return "\n".join([*lines, "", f"Each at its best learning rate: {'; '.join(best.values())}.", ""])
+
+
+def table(columns: list[str]) -> str:
+    """The head of a table."""
+    return _row(*columns) + "\n" + _row(*["---"] * len(columns))
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _spread(values: list[float]) -> str:
+    if not values:
+        return ""
+    spread = f" ± {stdev(values):.2g}" if len(values) > 1 else " (one seed)"
+    return f"{fmean(values):.4g}{spread}"
+
+
+if __name__ == "__main__":
+    main()
