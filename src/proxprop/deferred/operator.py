@@ -107,30 +107,34 @@ class Inverse:
 
     Attributes:
         kept: the matrix `[groups, features, features]`.
-        failed: a boolean for each group, to be noted once.
     """
 
     kept: Tensor
-    failed: Tensor | None = None
 
     @classmethod
-    def of(cls, form: Form) -> "Inverse":
-        """Factorise and invert; M is overwritten."""
+    def of(cls, form: Form) -> tuple["Inverse", Tensor]:
+        """Factorise and invert, and say for each group whether that failed; M is overwritten."""
         factor = factorize(form.M, form.damping)
         broken = (factor.info != 0)[:, None, None]
         eye = torch.eye(form.M.shape[-1], dtype=form.M.dtype, device=form.M.device)
         matrix = torch.where(broken, eye / factor.bound[:, None, None], inverse(factor.L))
-        return cls(matrix.mul_(form.factor), failed=broken.flatten() & factor.bound.isfinite())
+        return cls(matrix.mul_(form.factor)), broken.flatten() & factor.bound.isfinite()
 
     def apply(self, B: Tensor) -> Solution:
         """One product."""
-        return Solution(self.kept @ B, self.failed)
+        return Solution(self.kept @ B)
 
     def scale(self) -> Tensor:
         """Not for a diagonal M."""
         raise NotImplementedError("a diagonal is divided by, not inverted")
 
 
-def kept_operator(form: Form, solver: Solver) -> Operator:
-    """An operator to be used many times: an inverse for `Exact`, else what the solver is asked with."""
-    return Inverse.of(form) if isinstance(solver, Exact) and form.M.dim() == 3 else Solve(form, solver)
+def kept_operator(form: Form, solver: Solver) -> tuple[Operator, Tensor | None]:
+    """An operator to be used many times: an inverse for `Exact`, else what the solver is asked with.
+
+    Returns:
+        The operator, and for each group whether it failed to be made, where that can be.
+    """
+    if isinstance(solver, Exact) and form.M.dim() == 3:
+        return Inverse.of(form)
+    return Solve(form, solver), None
