@@ -28,7 +28,12 @@ class Attachment:
 
     def __init__(self, deferred: "Deferred", layer: ProximalLayer, systems: dict[str, System]) -> None:
         self.deferred, self.layer, self.systems = deferred, layer, systems
-        self._parameters = {name: p for name, p in layer.named_parameters() if mesh_of(p) is None}
+        self._parameters = [
+            (module, name, parameter)
+            for module in layer.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if mesh_of(parameter) is None
+        ]
 
     def leaves(self, part: str, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The leaves of one of the layer's systems."""
@@ -52,8 +57,7 @@ class Attachment:
 
     def _refuse_other_parameters(self) -> None:
         """Raise where a gradient would not reach the parameters that S is summed for."""
-        now = dict(self.layer.named_parameters())
-        if any(now.get(name) is not parameter for name, parameter in self._parameters.items()):
+        if any(module._parameters.get(name) is not parameter for module, name, parameter in self._parameters):
             raise RuntimeError(
                 f"{self.layer._failures.layer}: its parameters are not the ones it was attached with: they were "
                 "replaced (load_state_dict(assign=True)) or others were passed (torch.func.functional_call). Call "
