@@ -1,6 +1,7 @@
 """What turns a gradient into a direction: `B -> factor·(λI + M)⁻¹B`, solved anew or with an inverse that was kept."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from proxprop.settings import Settings
 from proxprop.solve import Exact, Solution, Solver
-from proxprop.solve.exact import factorize, inverse
+from proxprop.solve.exact import ELIMINATED_ROWS, factorize, inverse
 
 
 class Operator(Protocol):
@@ -129,12 +130,34 @@ class Inverse:
         raise NotImplementedError("a diagonal is divided by, not inverted")
 
 
-def kept_operator(form: Form, solver: Solver) -> tuple[Operator, Tensor | None]:
-    """An operator to be used many times: an inverse for `Exact`, else what the solver is asked with.
+def kept_operators(forms: Iterable[tuple[Form, Solver]]) -> list[tuple[Operator, Tensor | None]]:
+    """Operators to be used many times: inverses for `Exact`, else what the solver is asked with.
+
+    Small matrices of one size are inverted together, as groups of one system; large ones as they come, so that only
+    one of them is held beside its average.
 
     Returns:
-        The operator, and for each group whether it failed to be made, where that can be.
+        Each operator, and for each of its groups whether it failed to be made, where that can be.
     """
-    if isinstance(solver, Exact) and form.M.dim() == 3:
-        return Inverse.of(form)
-    return Solve(form, solver), None
+    made: dict[int, tuple[Operator, Tensor | None]] = {}
+    small: dict[tuple[object, ...], dict[int, Form]] = {}
+    for place, (form, solver) in enumerate(forms):
+        M = form.M
+        if not isinstance(solver, Exact) or M.dim() == 2:
+            made[place] = Solve(form, solver), None
+        elif M.shape[-1] > ELIMINATED_ROWS:
+            made[place] = Inverse.of(form)
+        else:
+            alike = M.shape[1:], M.dtype, M.device, form.damping, form.factor
+            small.setdefault(alike, {})[place] = form
+    for together in small.values():
+        made.update(zip(together, _inverses(list(together.values())), strict=True))
+    return [made[place] for place in range(len(made))]
+
+
+def _inverses(forms: Sequence[Form]) -> Iterator[tuple[Inverse, Tensor]]:
+    """`Inverse.of` forms that differ in M alone."""
+    groups = [len(form.M) for form in forms]
+    inverse, failed = Inverse.of(replace(forms[0], M=torch.cat([form.M for form in forms])))
+    for kept, own in zip(inverse.kept.split(groups), failed.split(groups), strict=True):
+        yield Inverse(kept), own

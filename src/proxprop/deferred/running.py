@@ -16,7 +16,7 @@ from proxprop.deferred.operator import (
     Operator,
     Solve,
     absolute_form,
-    kept_operator,
+    kept_operators,
     relative_form,
 )
 from proxprop.deferred.system import System
@@ -147,10 +147,14 @@ class Averages:
         """Take in a step of clusters' systems, and give what turns their gradients into directions."""
         samples = {cluster: total(terms) for cluster, terms in steps.items()} if self._absolute else {}
         started = self._take_in([term for terms in steps.values() for term in terms])
-        for cluster, terms in steps.items():
-            if cluster.steps % self.running.every == 0 or any(term.equation in started for term in terms):
-                made = [self._operator(term, samples.get(cluster)) for term in self._joined(cluster)]
-                cluster.operators = made
+        self._invert(
+            [
+                (cluster, samples.get(cluster))
+                for cluster, terms in steps.items()
+                if cluster.steps % self.running.every == 0 or any(term.equation in started for term in terms)
+            ]
+        )
+        for cluster in steps:
             cluster.steps += 1
             yield from cluster.operators
 
@@ -178,11 +182,18 @@ class Averages:
         found = [(system, self.averages[system]) for system in cluster.systems if system in self.averages]
         return join([Term(system, average.S, average.samples) for system, average in found])
 
-    def _operator(self, term: Term, samples: Tensor | None) -> tuple[Equation, Operator]:
-        layer = term.equation.layer
-        operator, failed = kept_operator(self._form(term, samples), layer._settings.solver)
-        layer._failures.note(failed)
-        return term.equation, operator
+    def _invert(self, clusters: Sequence[tuple[Cluster, Tensor | None]]) -> None:
+        """Make the operators of clusters anew, given the step's number of samples of each."""
+        due = [(cluster, term, samples) for cluster, samples in clusters for term in self._joined(cluster)]
+        forms = (
+            (self._form(term, samples), term.equation.layer._settings.solver) for _, term, samples in due
+        )
+        made = kept_operators(forms)
+        for cluster, _ in clusters:
+            cluster.operators = []
+        for (cluster, term, _), (operator, failed) in zip(due, made, strict=True):
+            cluster.operators.append((term.equation, operator))
+            term.equation.layer._failures.note(failed)
 
     def _form(self, term: Term, samples: Tensor | None) -> Form:
         assert term.samples is not None
