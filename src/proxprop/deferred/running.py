@@ -145,15 +145,15 @@ class Averages:
 
     def operators(self, steps: Mapping[Cluster, Sequence[Term]]) -> Iterator[tuple[Equation, Operator]]:
         """Take in a step of clusters' systems, and give what turns their gradients into directions."""
-        samples = {cluster: total(terms) for cluster, terms in steps.items()} if self._absolute else {}
+        counted = steps.items() if self.running.damping is None else ()
+        samples = {cluster: total(terms) for cluster, terms in counted}  # before they are overwritten
         started = self._take_in([term for terms in steps.values() for term in terms])
-        self._invert(
-            [
-                (cluster, samples.get(cluster))
-                for cluster, terms in steps.items()
-                if cluster.steps % self.running.every == 0 or any(term.equation in started for term in terms)
-            ]
-        )
+        due = {
+            cluster: samples.get(cluster)
+            for cluster, terms in steps.items()
+            if cluster.steps % self.running.every == 0 or any(term.equation in started for term in terms)
+        }
+        self._invert(due)
         for cluster in steps:
             cluster.steps += 1
             yield from cluster.operators
@@ -173,23 +173,22 @@ class Averages:
             update(pairs, self.running.decay)
         return started
 
-    @property
-    def _absolute(self) -> bool:
-        """Whether the layers' own settings apply, which are about the step's number of samples."""
-        return self.running.damping is None
-
     def _joined(self, cluster: Cluster) -> Iterable[Term]:
         found = [(system, self.averages[system]) for system in cluster.systems if system in self.averages]
         return join([Term(system, average.S, average.samples) for system, average in found])
 
-    def _invert(self, clusters: Sequence[tuple[Cluster, Tensor | None]]) -> None:
-        """Make the operators of clusters anew, given the step's number of samples of each."""
-        due = [(cluster, term, samples) for cluster, samples in clusters for term in self._joined(cluster)]
+    def _invert(self, clusters: Mapping[Cluster, Tensor | None]) -> None:
+        """Make the operators of clusters anew, given each one's number of samples in this step."""
+        due = [
+            (cluster, term, samples)
+            for cluster, samples in clusters.items()
+            for term in self._joined(cluster)
+        ]
         forms = (
             (self._form(term, samples), term.equation.layer._settings.solver) for _, term, samples in due
         )
         made = kept_operators(forms)
-        for cluster, _ in clusters:
+        for cluster in clusters:
             cluster.operators = []
         for (cluster, term, _), (operator, failed) in zip(due, made, strict=True):
             cluster.operators.append((term.equation, operator))
