@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from proxprop import kernels
 from proxprop.settings import Settings
 from proxprop.solve import Exact, Solution, Solver
 from proxprop.solve.exact import ELIMINATED_ROWS, factorize, inverse
@@ -115,11 +116,22 @@ class Inverse:
     @classmethod
     def of(cls, form: Form) -> tuple["Inverse", Tensor]:
         """Factorise and invert, and say for each group whether that failed; M is overwritten."""
+        if form.M.shape[-1] <= ELIMINATED_ROWS and kernels.take(form.M):
+            return cls.by_elimination(form)
         factor = factorize(form.M, form.damping)
         broken = (factor.info != 0)[:, None, None]
         eye = torch.eye(form.M.shape[-1], dtype=form.M.dtype, device=form.M.device)
         matrix = torch.where(broken, eye / factor.bound[:, None, None], inverse(factor.L))
         return cls(matrix.mul_(form.factor)), broken.flatten() & factor.bound.isfinite()
+
+    @classmethod
+    def by_elimination(cls, form: Form) -> tuple["Inverse", Tensor]:
+        """`of` by a GPU kernel of our own for small systems."""
+        from proxprop.kernels import cholesky
+
+        inverse_L, failed = cholesky.inverse_factor(form.M, form.damping)
+        rows = inverse_L[..., : form.M.shape[-1]]
+        return cls((rows.mT @ rows).mul_(form.factor)), failed
 
     def apply(self, B: Tensor) -> Solution:
         """One product."""
