@@ -172,6 +172,25 @@ def test_a_step_that_overflowed_does_not_stay_in_the_average() -> None:
         assert relative_error(found, expected) < 1e-12
 
 
+def test_a_layer_that_overflowed_is_left_out_alone() -> None:
+    layers = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, bias=False)).double()
+    model = proxprop.convert(layers, Exact(), include_last=True)
+    handle = proxprop.attach(torch.optim.SGD(model.parameters(), lr=0.0), model, running=Running(decay=0.8))
+    model(randn(6, 4, seed=1)).sum().backward()
+    proxprop.solve(model)
+    before = {name: value.clone() for name, value in handle.state_dict().items()}
+    model.zero_grad()
+    model[0](torch.full((5, 4), 1e200, dtype=torch.float64)).sum().backward()
+    x = randn(7, 3, seed=2)
+    model[1](x).sum().backward()
+    proxprop.solve(model)
+    after = handle.state_dict()
+    assert torch.equal(after["0.S"], before["0.S"])
+    assert float(after["0.samples"]) == 6
+    assert relative_error(after["1.S"][0], 0.8 * before["1.S"][0] + x.T @ x) < 1e-12
+    assert float(after["1.samples"]) == pytest.approx(0.8 * 6 + 7)
+
+
 SAMPLED = [
     ("linear", lambda: nn.Linear(4, 2), (60, 4)),
     ("linear-no-bias", lambda: nn.Linear(4, 2, bias=False), (5, 12, 4)),

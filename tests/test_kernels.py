@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cases import relative_error
 from proxprop import kernels
+from proxprop.deferred.operator import Form, Inverse
 from proxprop.solve.cg import feature_cg, normalize, sample_cg
 from proxprop.solve.exact import apply, eliminate, factorize
 from proxprop.solve.products import LEFT, RIGHT, SMALLEST_FIRST, plain_parts
@@ -34,7 +35,7 @@ def test_kernel_under_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "22 passed, 2 skipped" in result.stdout, result.stdout
+    assert "23 passed, 2 skipped" in result.stdout, result.stdout
 
 
 def problem(groups: int, samples: int, features: int, outputs: int, seed: int) -> tuple[torch.Tensor, ...]:
@@ -195,6 +196,19 @@ def test_elimination_fails_like_its_twin(entry: float) -> None:
     found, twin = eliminate(M, B, damping=1.0), apply(factorize(M.clone(), 1.0), B)
     assert torch.equal(found.failed, twin.failed)
     torch.testing.assert_close(found.value, twin.value, equal_nan=True)
+
+
+@inside
+def test_an_inverse_by_elimination_equals_its_twin() -> None:
+    A = torch.randn(3, 20, 24, generator=torch.Generator().manual_seed(0))
+    M = A @ A.mT
+    M[1, 18, 18] = -100.0
+    found, failed = Inverse.by_elimination(Form(M.clone(), 0.5, 1.5))
+    twin, twin_failed = Inverse.of(Form(M.clone(), 0.5, 1.5))
+    assert torch.equal(failed, twin_failed)
+    assert failed.tolist() == [False, True, False]
+    for one, other in zip(found.kept, twin.kept, strict=True):
+        assert relative_error(one, other) < 1e-4
 
 
 @pytest.mark.skipif(INTERPRETED, reason="says nothing about the interpreter")

@@ -214,15 +214,14 @@ class Sampling:
         return torch.randperm(samples, generator=generator, device=device)[: self.rows]
 
 
-def summands(transfer: Transfer, G: Tensor, sampling: Sampling | None = None) -> tuple[Tensor, Tensor]:
-    """What a call adds to its layer's system: S, its diagonal where it is diagonal, and the number of samples."""
+def summand(transfer: Transfer, G: Tensor, sampling: Sampling | None = None) -> Tensor:
+    """What a call adds to its layer's S, or to its diagonal where it is diagonal."""
     groups, samples, features, _ = transfer.sizes
-    count = G.new_full((), samples, dtype=precision(G))
     if DIAGONAL in transfer.spaces:
-        return transfer.diagonal(), count
+        return transfer.diagonal()
     if sampling is not None and isinstance(transfer, Affine) and samples > sampling.rows and not G.is_meta:
-        return transfer.sampled_gram(sampling.draw(samples, G.device)), count
-    return transfer.gram() if samples else count.new_zeros(groups, features, features), count
+        return transfer.sampled_gram(sampling.draw(samples, G.device))
+    return transfer.gram() if samples else G.new_zeros(groups, features, features, dtype=precision(G))
 
 
 def summed_once(ctx: Any, transfer: Transfer, G: Tensor) -> Sequence[Tensor | None]:
@@ -235,7 +234,8 @@ def summed_once(ctx: Any, transfer: Transfer, G: Tensor) -> Sequence[Tensor | No
         return [None] * call.sums
     if not torch.compiler.is_compiling():
         ctx.summed = call.summing.takes()
-    return summands(transfer, G, call.sampling)[: call.sums]
+    S = summand(transfer, G, call.sampling)
+    return (S,) if call.sums == 1 else (S, S.new_full((), transfer.sizes.samples))
 
 
 def _times(solution: Tensor, factor: float) -> Tensor:

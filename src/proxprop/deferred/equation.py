@@ -1,7 +1,7 @@
 """An equation `(λI + S) D = B`: the rows of parameters that it is about, and how they lie in it."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -25,6 +25,11 @@ class Block:
         return self.parameter.requires_grad
 
     @property
+    def whole(self) -> bool:
+        """Whether all rows were meant."""
+        return self.rows == slice(None)
+
+    @property
     def bounds(self) -> tuple[int, int]:
         """The first row and the one behind the last."""
         start, stop, _ = self.rows.indices(self.parameter.shape[0])
@@ -33,6 +38,8 @@ class Block:
     @property
     def shape(self) -> torch.Size:
         """The shape of the rows."""
+        if self.whole:
+            return self.parameter.shape
         start, stop = self.bounds
         return torch.Size([stop - start, *self.parameter.shape[1:]])
 
@@ -40,7 +47,7 @@ class Block:
     def gradient(self) -> Tensor | None:
         """The gradient's rows, a view; None where there is none."""
         gradient = self.parameter.grad
-        if gradient is None or gradient.is_sparse or self.shape == self.parameter.shape:
+        if gradient is None or self.whole or gradient.is_sparse:
             return gradient
         return gradient[self.rows]
 
@@ -70,6 +77,7 @@ class Equation:
     layer: ProximalLayer
     blocks: tuple[Block | None, ...]
     layout_of: Callable[[Shapes], Transfer]
+    _layout: tuple[Shapes, Transfer] | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(cls, name: str, layer: ProximalLayer, part: Part) -> "Equation":
@@ -94,8 +102,11 @@ class Equation:
 
     @property
     def layout(self) -> Transfer:
-        """The equation's sizes and how parameters lie in it."""
-        return self.layout_of(self.shapes)
+        """The equation's sizes and how parameters lie in it; kept until others of its blocks are trained."""
+        shapes = self.shapes
+        if self._layout is None or self._layout[0] != shapes:
+            self._layout = shapes, self.layout_of(shapes)
+        return self._layout[1]
 
     def meets(self, other: "Equation", trained: bool = False) -> bool:
         """Whether the two are about a row in common, or about one that is trained."""

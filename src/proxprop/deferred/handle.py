@@ -1,6 +1,6 @@
 """What `attach` returns: the layers of a model whose steps are solved when their optimizer steps."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,10 +9,10 @@ from torch.optim import Optimizer
 
 from proxprop.backward import Sampling
 from proxprop.deferred.choice import Choice
-from proxprop.deferred.equation import components
+from proxprop.deferred.equation import Equation, components
 from proxprop.deferred.joining import Joins
 from proxprop.deferred.joint import Term, join
-from proxprop.deferred.operator import SolveOnce, absolute_form
+from proxprop.deferred.operator import Operator, SolveOnce, absolute_form
 from proxprop.deferred.reduction import Reduction
 from proxprop.deferred.running import Averages, Cluster, Running
 from proxprop.deferred.state import load_state_dict, state_dict
@@ -28,7 +28,12 @@ class Attachment:
 
     def __init__(self, deferred: "Deferred", layer: ProximalLayer, systems: dict[str, System]) -> None:
         self.deferred, self.layer, self.systems = deferred, layer, systems
-        self._parameters = {name: p for name, p in layer.named_parameters() if mesh_of(p) is None}
+        self._parameters = [
+            (module, name, parameter)
+            for module in layer.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if mesh_of(parameter) is None
+        ]
 
     def leaves(self, part: str, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The leaves of one of the layer's systems."""
@@ -52,8 +57,7 @@ class Attachment:
 
     def _refuse_other_parameters(self) -> None:
         """Raise where a gradient would not reach the parameters that S is summed for."""
-        now = dict(self.layer.named_parameters())
-        if any(now.get(name) is not parameter for name, parameter in self._parameters.items()):
+        if any(module._parameters.get(name) is not parameter for module, name, parameter in self._parameters):
             raise RuntimeError(
                 f"{self.layer._failures.layer}: its parameters are not the ones it was attached with: they were "
                 "replaced (load_state_dict(assign=True)) or others were passed (torch.func.functional_call). Call "
@@ -89,7 +93,7 @@ class Deferred(Joins):
                 choice.layer._attached = Attachment(self, choice.layer, self._systems(name, choice))
         self.clusters = [Cluster(systems) for systems in components(self.systems)]
         self._watches = {cluster: Watch(cluster.systems) for cluster in self.clusters}
-        self._cluster_of = {system: cluster for cluster in self.clusters for system in cluster.systems}
+        self._cluster_of: dict[Equation, Cluster] = {s: c for c in self.clusters for s in c.systems}
         self.reduction = Reduction(model, self.systems)
         self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
 
@@ -117,26 +121,34 @@ class Deferred(Joins):
             for c in self.clusters
             if chosen is None or any(not chosen.isdisjoint(s.parameters) for s in c.systems)
         ]
-        waiting: dict[Cluster, list[Term]] = {}
-        for system, S, samples in self.reduction.summed([s for c in clusters for s in c.systems]):
-            cluster = self._cluster_of[system]
-            if len(cluster.systems) == 1:
-                self._solve(cluster, [Term(system, S, samples)])
-            else:
-                waiting.setdefault(cluster, []).append(Term(system, S, samples))
-        for cluster, terms in waiting.items():
-            self._solve(cluster, terms)
+        shared: list[Term] = []
+        for terms in self.reduction.summed([s for c in clusters for s in c.systems]):
+            alone = [term for term in terms if len(self._cluster_of[term.equation].systems) == 1]
+            shared += [term for term in terms if len(self._cluster_of[term.equation].systems) > 1]
+            self._solve(alone)
+        self._solve(shared)
 
-    def _solve(self, cluster: Cluster, terms: Sequence[Term]) -> None:
-        self._watches[cluster].refuse_mixed()
+    def _solve(self, terms: Sequence[Term]) -> None:
+        """Solve for clusters of which all terms are here."""
+        steps: dict[Cluster, list[Term]] = {}
+        for term in terms:
+            steps.setdefault(self._cluster_of[term.equation], []).append(term)
+        for cluster in steps:
+            self._watches[cluster].refuse_mixed()
+        for equation, operator in self._operators(steps):
+            direct(equation, operator)
+        for cluster in steps:
+            self._watches[cluster].note_solved()
+
+    def _operators(self, steps: Mapping[Cluster, Sequence[Term]]) -> Iterator[tuple[Equation, Operator]]:
+        """What turns the gradients of these clusters into directions."""
         if self.averages is not None:
-            for equation, operator in self.averages.operators(cluster, terms):
-                direct(equation, operator)
-        else:
+            yield from self.averages.operators(steps)
+            return
+        for terms in steps.values():
             for equation, S, samples in join(terms):
                 settings = equation.layer._settings
-                direct(equation, SolveOnce(absolute_form(S, samples, settings), settings.solver))
-        self._watches[cluster].note_solved()
+                yield equation, SolveOnce(absolute_form(S, samples, settings), settings.solver)
 
     def sampling(self, system: System) -> Sampling | None:
         """Which rows S of the next call is estimated from; None for all."""

@@ -75,7 +75,7 @@ def join(terms: Sequence[Term]) -> Iterator[Term]:
 
 def _added(terms: Sequence[Term]) -> Iterator[Term]:
     if terms[0].S.dim() == 2:  # tables, whose S is diagonal
-        yield Term(terms[0].equation, torch.stack([t.S for t in terms]).sum(0), _total(terms))
+        yield Term(terms[0].equation, torch.stack([t.S for t in terms]).sum(0), total(terms))
         return
     bounds = [_weight(term.equation).bounds for term in terms]
     cuts = sorted({edge for pair in bounds for edge in pair})
@@ -94,7 +94,8 @@ def _weight(equation: Equation) -> Block:
     return equation.trained[0]
 
 
-def _total(terms: Sequence[Term]) -> Tensor | None:
+def total(terms: Sequence[Term]) -> Tensor | None:
+    """The number of samples of all of them; None where nobody counts."""
     counts = [term.samples for term in terms if term.samples is not None]
     return torch.stack(counts).sum(0) if counts else None
 
@@ -120,7 +121,7 @@ def _joint(terms: Sequence[Term], start: int, stop: int) -> Term:
         return JointLayout(layout_of([shapes[0], None]), len(biases))
 
     equation = Equation(f"{first.name}[{start}:{stop}]", first.layer, (weight, *biases), joint_layout)
-    return Term(equation, S, _total(terms))
+    return Term(equation, S, total(terms))
 
 
 def _add(S: Tensor, summand: Tensor, features: int, place: int | None) -> None:

@@ -1,14 +1,16 @@
 """What turns a gradient into a direction: `B -> factor·(λI + M)⁻¹B`, solved anew or with an inverse that was kept."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from proxprop import kernels
 from proxprop.settings import Settings
 from proxprop.solve import Exact, Solution, Solver
-from proxprop.solve.exact import factorize, inverse
+from proxprop.solve.exact import ELIMINATED_ROWS, factorize, inverse
 
 
 class Operator(Protocol):
@@ -107,30 +109,67 @@ class Inverse:
 
     Attributes:
         kept: the matrix `[groups, features, features]`.
-        failed: a boolean for each group, to be noted once.
     """
 
     kept: Tensor
-    failed: Tensor | None = None
 
     @classmethod
-    def of(cls, form: Form) -> "Inverse":
-        """Factorise and invert; M is overwritten."""
+    def of(cls, form: Form) -> tuple["Inverse", Tensor]:
+        """Factorise and invert, and say for each group whether that failed; M is overwritten."""
+        if form.M.shape[-1] <= ELIMINATED_ROWS and kernels.take(form.M):
+            return cls.by_elimination(form)
         factor = factorize(form.M, form.damping)
         broken = (factor.info != 0)[:, None, None]
         eye = torch.eye(form.M.shape[-1], dtype=form.M.dtype, device=form.M.device)
         matrix = torch.where(broken, eye / factor.bound[:, None, None], inverse(factor.L))
-        return cls(matrix.mul_(form.factor), failed=broken.flatten() & factor.bound.isfinite())
+        return cls(matrix.mul_(form.factor)), broken.flatten() & factor.bound.isfinite()
+
+    @classmethod
+    def by_elimination(cls, form: Form) -> tuple["Inverse", Tensor]:
+        """`of` by a GPU kernel of our own for small systems."""
+        from proxprop.kernels import cholesky
+
+        inverse_L, failed = cholesky.inverse_factor(form.M, form.damping)
+        rows = inverse_L[..., : form.M.shape[-1]]
+        return cls((rows.mT @ rows).mul_(form.factor)), failed
 
     def apply(self, B: Tensor) -> Solution:
         """One product."""
-        return Solution(self.kept @ B, self.failed)
+        return Solution(self.kept @ B)
 
     def scale(self) -> Tensor:
         """Not for a diagonal M."""
         raise NotImplementedError("a diagonal is divided by, not inverted")
 
 
-def kept_operator(form: Form, solver: Solver) -> Operator:
-    """An operator to be used many times: an inverse for `Exact`, else what the solver is asked with."""
-    return Inverse.of(form) if isinstance(solver, Exact) and form.M.dim() == 3 else Solve(form, solver)
+def kept_operators(forms: Iterable[tuple[Form, Solver]]) -> list[tuple[Operator, Tensor | None]]:
+    """Operators to be used many times: inverses for `Exact`, else what the solver is asked with.
+
+    Small matrices of one size are inverted together, as groups of one system; large ones as they come, so that only
+    one of them is held beside its average.
+
+    Returns:
+        Each operator, and for each of its groups whether it failed to be made, where that can be.
+    """
+    made: dict[int, tuple[Operator, Tensor | None]] = {}
+    small: dict[tuple[object, ...], dict[int, Form]] = {}
+    for place, (form, solver) in enumerate(forms):
+        M = form.M
+        if not isinstance(solver, Exact) or M.dim() == 2:
+            made[place] = Solve(form, solver), None
+        elif M.shape[-1] > ELIMINATED_ROWS:
+            made[place] = Inverse.of(form)
+        else:
+            alike = M.shape[1:], M.dtype, M.device, form.damping, form.factor
+            small.setdefault(alike, {})[place] = form
+    for together in small.values():
+        made.update(zip(together, _inverses(list(together.values())), strict=True))
+    return [made[place] for place in range(len(made))]
+
+
+def _inverses(forms: Sequence[Form]) -> Iterator[tuple[Inverse, Tensor]]:
+    """`Inverse.of` forms that differ in M alone."""
+    groups = [len(form.M) for form in forms]
+    inverse, failed = Inverse.of(replace(forms[0], M=torch.cat([form.M for form in forms])))
+    for kept, own in zip(inverse.kept.split(groups), failed.split(groups), strict=True):
+        yield Inverse(kept), own

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from proxprop.deferred.joint import Term
 from proxprop.deferred.system import System
 from proxprop.distributed import Bucket, Ranks, Sums, active_ddp
 from proxprop.packing import buckets
@@ -91,18 +92,17 @@ class Reduction:
         if self._hook is not None:
             self._hook.remove()
 
-    def summed(self, systems: Sequence[System]) -> Iterator[tuple[System, Tensor, Tensor | None]]:
-        """Those of the systems that anything was summed for, each as soon as its sum over ranks is there."""
+    def summed(self, systems: Sequence[System]) -> Iterator[list[Term]]:
+        """Those of the systems that anything was summed for, some at a time as their sums over ranks are there."""
         self._end_round()
         self._send_now(systems)
         chosen = set(systems)
         for arrived in self._arrivals():
             later = {system for sent, _ in self._sent for system in sent}
-            yield from (self._taken(s) for s in arrived if s in chosen - later)
-        yield from (self._taken(s) for s in systems if s in self._totals)
-        for system in systems:
-            if system.S is not None and self.ranks.sums(system.parameters[0]) is None:
-                yield system, *system.take()
+            yield [self._taken(s) for s in arrived if s in chosen - later]
+        yield [self._taken(s) for s in systems if s in self._totals]
+        here = [s for s in systems if s.S is not None and self.ranks.sums(s.parameters[0]) is None]
+        yield [Term(s, *s.take()) for s in here]
 
     def _send_now(self, systems: Sequence[System]) -> None:
         """Send what no round was about: under FSDP2 all, under DDP what came after a round or in a first step."""
@@ -138,9 +138,8 @@ class Reduction:
     def _takes_part(self, system: System) -> bool:
         return bool(system.current) and system in self._parts.get(system.layer, ())
 
-    def _taken(self, system: System) -> tuple[System, Tensor, Tensor | None]:
-        S, *samples = self._totals.pop(system)
-        return system, S, samples[0] if samples else None
+    def _taken(self, system: System) -> Term:
+        return Term(system, *system.split(self._totals.pop(system)))
 
     def _arrivals(self) -> Iterator[list[System]]:
         """Wait for what was sent, bucket by bucket, and add it to the totals."""

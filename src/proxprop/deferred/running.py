@@ -1,21 +1,22 @@
 """Running averages of S, inverted every so many steps."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from proxprop.deferred.equation import Equation
-from proxprop.deferred.joint import Term, join
+from proxprop.deferred.joint import Term, join, total
 from proxprop.deferred.operator import (
     Form,
     Inverse,
     Operator,
     Solve,
     absolute_form,
-    kept_operator,
+    kept_operators,
     relative_form,
 )
 from proxprop.deferred.system import System
@@ -69,20 +70,32 @@ class Running:
             raise ValueError(f"damping should be > 0 and finite, or None, but is {self.damping}")
 
 
-@dataclass
-class Average:
-    """S̄ and N̄ of one system."""
+class Average(NamedTuple):
+    """S̄ and N̄ of one system, or S and N of a step."""
 
     S: Tensor
     samples: Tensor
 
-    def update(self, S: Tensor, samples: Tensor, decay: float) -> None:
-        """Take in one step; one with numbers that are not finite is left out, without waiting for the device."""
-        diagonal = S if S.dim() == 2 else S.diagonal(dim1=-2, dim2=-1)
-        broken = ~diagonal.isfinite().all()  # |S_ij|² ≤ S_ii·S_jj: an overflow shows on the diagonal
-        kept = S.new_full((), decay).masked_fill_(broken, 1.0)
-        self.S.mul_(kept).add_(S.masked_fill_(broken, 0.0))
-        self.samples.mul_(kept).add_(samples.masked_fill(broken, 0.0))
+
+def update(pairs: Sequence[tuple[Average, Average]], decay: float) -> None:
+    """Take in a step of systems of one precision on one device, without waiting for it.
+
+    A system whose S is not finite is left out, alone.
+
+    Args:
+        pairs: each system's average, in place, and what it has summed since, which is overwritten.
+        decay: how much of an average is kept.
+    """
+    averaged, averaged_samples = zip(*(average for average, _ in pairs), strict=True)
+    summed, samples = zip(*(step for _, step in pairs), strict=True)
+    broken = ~torch.stack(torch._foreach_norm(summed, math.inf)).isfinite()
+    kept = summed[0].new_full(broken.shape, decay).masked_fill_(broken, 1.0).unbind()
+    counts = torch.stack(samples).masked_fill_(broken, 0.0).unbind()
+    for S, left_out in zip(summed, broken.unbind(), strict=True):
+        S.masked_fill_(left_out, 0.0)
+    for held, new in ((averaged, summed), (averaged_samples, counts)):
+        torch._foreach_mul_(held, kept)
+        torch._foreach_add_(held, new)
 
 
 @dataclass(eq=False)
@@ -114,44 +127,72 @@ class Averages:
 
     def __init__(self, running: Running) -> None:
         self.running = running
-        self.averages: dict[System, Average] = {}
+        self.averages: dict[Equation, Average] = {}
 
-    def average(self, system: System, S: Tensor, samples: Tensor) -> Average:
-        """A system's average, where S is and in its precision.
+    def average(self, term: Term) -> Average:
+        """A system's average, where S of the term is and in its precision.
 
         At zero where nothing was taken in yet, or of the same size: other parameters are trained now.
         """
+        system, S, samples = term
         held = self.averages.get(system)
         if held is None or held.S.shape != S.shape:
+            assert samples is not None
             self.averages[system] = Average(torch.zeros_like(S), torch.zeros_like(samples))
         elif (held.S.device, held.S.dtype) != (S.device, S.dtype):
             self.averages[system] = Average(held.S.to(S), held.samples.to(S))
         return self.averages[system]
 
-    def operators(self, cluster: Cluster, terms: Iterable[Term]) -> list[tuple[Equation, Operator]]:
-        """Take in a step of a cluster's systems, and return what turns their gradients into directions."""
-        samples: Tensor | None = None
-        changed = False
-        for system, S, count in terms:
-            assert isinstance(system, System)
-            assert count is not None
-            held, average = self.averages.get(system), self.average(system, S, count)
-            average.update(S, count, self.running.decay)
-            samples = count if samples is None else samples + count
-            changed = changed or average is not held
-        if cluster.steps % self.running.every == 0 or changed:
-            cluster.operators = [self._operator(term, samples) for term in self._joined(cluster)]
-        cluster.steps += 1
-        return cluster.operators
+    def operators(self, steps: Mapping[Cluster, Sequence[Term]]) -> Iterator[tuple[Equation, Operator]]:
+        """Take in a step of clusters' systems, and give what turns their gradients into directions."""
+        counted = steps.items() if self.running.damping is None else ()
+        samples = {cluster: total(terms) for cluster, terms in counted}  # before they are overwritten
+        started = self._take_in([term for terms in steps.values() for term in terms])
+        due = {
+            cluster: samples.get(cluster)
+            for cluster, terms in steps.items()
+            if cluster.steps % self.running.every == 0 or any(term.equation in started for term in terms)
+        }
+        self._invert(due)
+        for cluster in steps:
+            cluster.steps += 1
+            yield from cluster.operators
+
+    def _take_in(self, terms: Sequence[Term]) -> set[Equation]:
+        """Update the averages; returns the systems whose average was started or moved here."""
+        started = set[Equation]()
+        alike: dict[tuple[torch.device, torch.dtype], list[tuple[Average, Average]]] = {}
+        for term in terms:
+            assert term.samples is not None
+            held, average = self.averages.get(term.equation), self.average(term)
+            step = Average(term.S, term.samples)
+            alike.setdefault((step.S.device, step.S.dtype), []).append((average, step))
+            if average is not held:
+                started.add(term.equation)
+        for pairs in alike.values():
+            update(pairs, self.running.decay)
+        return started
 
     def _joined(self, cluster: Cluster) -> Iterable[Term]:
         found = [(system, self.averages[system]) for system in cluster.systems if system in self.averages]
         return join([Term(system, average.S, average.samples) for system, average in found])
 
-    def _operator(self, term: Term, samples: Tensor | None) -> tuple[Equation, Operator]:
-        settings = term.equation.layer._settings
-        assert term.samples is not None
-        return term.equation, kept_operator(self._form(term, samples), settings.solver)
+    def _invert(self, clusters: Mapping[Cluster, Tensor | None]) -> None:
+        """Make the operators of clusters anew, given each one's number of samples in this step."""
+        due = [
+            (cluster, term, samples)
+            for cluster, samples in clusters.items()
+            for term in self._joined(cluster)
+        ]
+        forms = (
+            (self._form(term, samples), term.equation.layer._settings.solver) for _, term, samples in due
+        )
+        made = kept_operators(forms)
+        for cluster in clusters:
+            cluster.operators = []
+        for (cluster, term, _), (operator, failed) in zip(due, made, strict=True):
+            cluster.operators.append((term.equation, operator))
+            term.equation.layer._failures.note(failed)
 
     def _form(self, term: Term, samples: Tensor | None) -> Form:
         assert term.samples is not None

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from proxprop.deferred.joint import Term
 from proxprop.deferred.running import Averages, Cluster
 from proxprop.deferred.system import System
 
@@ -33,7 +34,7 @@ def _prepare(averages: Averages, cluster: Cluster, systems: Sequence[System]) ->
     """Make room for what was not taken in yet."""
     for system in systems:
         if system not in averages.averages and system.trained:
-            averages.average(system, *system.current)
+            averages.average(Term(system, *system.split(system.current)))
     if not cluster.operators:
         cluster.operators = averages.empty_operators(cluster)
 

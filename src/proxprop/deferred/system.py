@@ -1,7 +1,7 @@
 """One system in deferred mode: the parameters it is about, and S as summed since their gradient was zeroed."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +11,7 @@ from proxprop.backward import precision
 from proxprop.deferred.equation import Equation
 from proxprop.nn.layer import Part, ProximalLayer
 from proxprop.solve import DIAGONAL
+from proxprop.transfer import Affine
 
 if TYPE_CHECKING:
     from proxprop.deferred.watch import Watch
@@ -29,10 +30,11 @@ def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
 
 
 class System(Equation):
-    """S and the number of samples of one part of a layer, summed by autograd as the gradients of two leaves.
+    """S and the number of samples of one part of a layer, summed by autograd as the gradients of leaves.
 
     The leaves have a shape but no memory; what backward passes add to them is in their `.grad`, exactly where and
-    when the parameters' own `.grad` is added to.
+    when the parameters' own `.grad` is added to. The number of samples has one only where it is needed and S does
+    not hold it.
 
     Args:
         name: how messages call it.
@@ -52,6 +54,7 @@ class System(Equation):
         self.when_summed: Callable[[System], None] | None = None
         self._leaves: tuple[Tensor, ...] = ()
         self._key: tuple[object, ...] = ()
+        self._ones = False
         self.watch: Watch | None = None
         self.calls = 0
         if self.trained:  # ahead of the first call, which may be a compiled one
@@ -64,14 +67,29 @@ class System(Equation):
         return self._leaves[0].grad if self._leaves else None
 
     @property
+    def _sums(self) -> list[Tensor]:
+        """What was summed in each leaf; empty where nothing was."""
+        return [leaf.grad for leaf in self._leaves if leaf.grad is not None]
+
+    @property
     def samples(self) -> Tensor | None:
         """The number of samples S was summed over; None where nothing was or nobody counts."""
-        return self._leaves[1].grad if len(self._leaves) > 1 else None
+        return self.split(self._sums)[1] if self._sums else None
 
     @property
     def counts(self) -> bool:
         """Whether the number of samples is needed."""
         return self.counted or self.layer._settings.scaling == "gradient"
+
+    def split(self, sums: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """S and the number of samples from what was summed in the leaves; None where nobody counts.
+
+        Under a bias S ends with the square of a column of ones, which is that number.
+        """
+        S, *count = sums
+        if self._ones and self.counts:
+            return S, S[0, -1, -1]
+        return S, count[0] if count else None
 
     def count_call(self) -> int:
         """The number of this call since the last solve."""
@@ -79,7 +97,7 @@ class System(Equation):
         return self.calls
 
     def leaves(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The leaves for S and the number of samples, or for S alone."""
+        """The leaves for S and perhaps for the number of samples."""
         trained = [block is not None and block.trained for block in self.blocks]
         key = (device, dtype, self.counts, *trained)
         if key != self._key:
@@ -119,7 +137,8 @@ class System(Equation):
         groups, _, features, _ = layout.sizes
         diagonal = DIAGONAL in layout.spaces
         shapes = [(groups, features) if diagonal else (groups, features, features)]
-        for shape in [*shapes, ()] if self.counts else shapes:
+        self._ones = isinstance(layout, Affine) and layout.bias
+        for shape in [*shapes, ()] if self.counts and not self._ones else shapes:
             leaf = torch.zeros((), device=device, dtype=dtype).expand(shape).requires_grad_()
             leaf.register_hook(weakly(self._notice))
             leaf.register_post_accumulate_grad_hook(weakly(self._note_sum))
@@ -132,10 +151,9 @@ class System(Equation):
 
     def take(self) -> tuple[Tensor, Tensor | None]:
         """What was summed, which is forgotten here."""
-        S, samples = self.S, self.samples
-        assert S is not None
+        found = self.split(self._sums)
         self.forget()
-        return S, samples
+        return found
 
     @property
     def current(self) -> tuple[Tensor, ...]:
