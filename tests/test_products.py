@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from cases import relative_error
-from proxprop.solve.products import LEFT, RIGHT, SMALLEST_FIRST, plain_parts, square, transposed_product
+from proxprop.solve.products import (
+    BLOCK,
+    LEFT,
+    RIGHT,
+    SMALLEST_FIRST,
+    plain_parts,
+    square,
+    transposed_product,
+    transposed_square,
+)
 from proxprop.transfer import LinearTransfer
 
 SCALES = {
@@ -52,10 +61,27 @@ def test_a_bfloat16_factor_is_multiplied_in_float32(dtypes: tuple[torch.dtype, t
         assert relative_error(found.double(), left.double().mT @ right.double()) < 1e-6
 
 
+@pytest.mark.parametrize("size", [1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK + 40])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("strided", [False, True])
+def test_half_a_symmetric_product_is_the_whole(size: int, groups: int, strided: bool) -> None:
+    A = torch.randn(groups, size, 7, dtype=torch.float64)
+    A = A[:, :, ::2] if strided else A
+    for found, whole in ((square(A), A @ A.mT), (transposed_square(A.mT), A @ A.mT)):
+        assert relative_error(found, whole) < 1e-14
+
+
+def test_half_a_product_of_bfloat16_numbers_is_in_float32() -> None:
+    A = torch.randn(1, 40, 2 * BLOCK).bfloat16()
+    found = transposed_square(A)
+    assert found.dtype == torch.float32
+    assert relative_error(found.double(), A.double().mT @ A.double()) < 1e-6
+
+
 def test_float64_stays_float64() -> None:
     left, right = (factor.double() for factor in factors())
     assert torch.equal(transposed_product(left, right), left.mT @ right)
-    assert torch.equal(square(left[None]), (left @ left.mT)[None])
+    assert square(left[None]).dtype == transposed_square(left[None]).dtype == torch.float64
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -30,6 +30,9 @@ LEAST_FLOPS = 5e8
 LEAST_FLOPS_OF_A_SQUARE = 1e10
 """Below this, `AAᵀ` is not worth a transposed copy of A."""
 
+BLOCK = 128
+"""Rows of a symmetric product that a CPU computes at a time."""
+
 FAST_BFLOAT16 = ((8, 0), (9, 0), (10, 0), (10, 3))
 """Compute capabilities with at least fifteen times as many FLOPs in bfloat16 as in float32."""
 
@@ -44,10 +47,36 @@ def square(A: Tensor) -> Tensor:
     """`AAᵀ [groups, samples, samples]` for A `[groups, samples, features]`; in float32 where A is bfloat16."""
     if A.dtype == torch.bfloat16 and (not A.is_cuda or torch.compiler.is_compiling()):
         A = A.float()
-    if len(A) == 1 and 2.0 * A.numel() * A.shape[1] > LEAST_FLOPS_OF_A_SQUARE:
+    if _half_pays(A, A.shape[-2]):
+        return _half(A)
+    if A.is_cuda and len(A) == 1 and 2.0 * A.numel() * A.shape[1] > LEAST_FLOPS_OF_A_SQUARE:
         columns = A[0].mT.contiguous()
         return transposed_product(columns, columns)[None]
     return multiply(A, A.mT)
+
+
+def transposed_square(A: Tensor) -> Tensor:
+    """`AᵀA [groups, features, features]` for A `[groups, samples, features]`; in float32 where A is bfloat16."""
+    if _half_pays(A, A.shape[-1]):
+        return _half(A.mT.to(torch.promote_types(A.dtype, torch.float32)))
+    return transposed_product(A[0], A[0])[None] if len(A) == 1 else A.mT @ A
+
+
+def _half_pays(A: Tensor, size: int) -> bool:
+    """Whether half of a symmetric product of this size is less work than the whole, rather than more calls."""
+    return A.device.type == "cpu" and size >= 2 * BLOCK and not torch.compiler.is_compiling()
+
+
+def _half(left: Tensor) -> Tensor:
+    """`left·leftᵀ` by the blocks on and below its diagonal, which are then mirrored."""
+    right, size = left.mT, left.shape[-2]
+    product = left.new_empty(*left.shape[:-1], size)
+    for start in range(0, size, BLOCK):
+        end = start + BLOCK
+        rows = left[..., start:end, :] @ right[..., :end]
+        product[..., start:end, :end] = rows
+        product[..., :start, start:end] = rows[..., :start].mT
+    return product
 
 
 def in_parts(

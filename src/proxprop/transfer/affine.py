@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from proxprop.solve.products import square, transposed_product
+from proxprop.solve.products import square, transposed_square
 from proxprop.transfer.transfer import Parameters, Transfer
 
 ALIGNED = 8
@@ -42,12 +42,8 @@ class Affine(Transfer):
     def gram(self) -> Tensor:
         """`S = AᵀA`; the ones column adds the border `(Aᵀ1, samples)`."""
         A = self.rows()
-        S = self._square(A)
+        S = transposed_square(A)
         return self._border(S, A.sum(-2, dtype=S.dtype)) if self.bias else S
-
-    def _square(self, A: Tensor) -> Tensor:
-        """`AᵀA` of some rows."""
-        return transposed_product(A[0], A[0])[None] if len(A) == 1 else A.mT @ A
 
     def sampled_gram(self, index: Tensor) -> Tensor:
         """An unbiased estimate of S from a few rows, `N/rows·Σaaᵀ` over rows drawn without replacement.
@@ -56,7 +52,7 @@ class Affine(Transfer):
             index: which samples, each of the N with the same chance.
         """
         A, scale = self.sampled_rows(index), self.sizes.samples / len(index)
-        S = self._square(A).mul_(scale)
+        S = transposed_square(A).mul_(scale)
         return self._border(S, A.sum(-2, dtype=S.dtype).mul_(scale)) if self.bias else S
 
     def sampled_rows(self, index: Tensor) -> Tensor:
