@@ -16,7 +16,8 @@ OVERHEAD = {
     "running-1": "running, `every=1`",
     "running-10": "running, `every=10`",
 }
-MUON = {"backprop": "the gradient", "exact": "S of the batch", "running:10": "a running S"}
+PLAIN = "the gradient"
+MUON = {"backprop": PLAIN, "exact": "S of the batch", "running:10": "a running S"}
 Cells = dict[tuple[object, float], list[float]]
 """A method and a learning rate to the losses of its seeds."""
 
@@ -44,7 +45,7 @@ rest, both at this learning rate (Muon's scaled to match AdamW's). Made by `prox
 UNDER_ADAMW = """## Under AdamW, a small GPT
 
 `examples/gpt.py`: six layers, 384 wide, 64 windows of 256 bytes of Python's own source a step, 1,200 steps in bf16,
-`Running(decay=0.95, every=10, damping=ρ)`: loss on held-out text in nats a byte; records in `results/gpt/`.
+`Running(decay=0.95, every=10, damping=ρ, rows=...)`: loss on held-out text in nats a byte; records in `results/gpt/`.
 """
 
 
@@ -90,15 +91,23 @@ def gpt() -> str:
     cells: Cells = defaultdict(list)
     for path in sorted((RESULTS / "gpt").glob("seed*.json")):
         for row in json.loads(path.read_text())["rows"]:
-            cells[row["damping"], row["lr"]].append(row["validation_loss"])
-    timed: dict[float | None, list[float]] = defaultdict(list)
+            cells[fed(row), row["lr"]].append(row["validation_loss"])
+    timed: dict[str, list[float]] = defaultdict(list)
     for row in json.loads((RESULTS / "gpt" / "time.json").read_text())["rows"]:
-        timed[row["damping"]].append(row["seconds_per_step"])
-    slower = [fmean(times) / fmean(timed[None]) for damping, times in timed.items() if damping is not None]
-    dampings = sorted({damping for damping, _ in cells if damping is not None})
-    names = {None: "the gradient"} | {damping: f"a running S, ρ = {damping:g}" for damping in dampings}
-    time = f"A step with a running S takes {fmean(slower):.2f} times as long as one without"
-    return "\n".join([UNDER_ADAMW, losses("AdamW is fed", names, cells), f"{time} (`results/gpt/time.json`).\n"])
+        timed[fed(row)].append(row["seconds_per_step"])
+    plain = fmean(timed.pop(PLAIN))
+    slower = ", ".join(f"{fmean(times) / plain:.2f} with {name}" for name, times in timed.items())
+    names = {name: name for name in sorted({name for name, _ in cells})}
+    time = f"Time of a step beside that of AdamW on the gradient (`results/gpt/time.json`): {slower}.\n"
+    return "\n".join([UNDER_ADAMW, losses("AdamW is fed", names, cells), time])
+
+
+def fed(row: dict) -> str:
+    """What AdamW was fed in a run."""
+    if row["damping"] is None:
+        return PLAIN
+    rows = "" if row["rows"] is None else f", {row['rows']:,} rows"
+    return f"a running S, ρ = {row['damping']:g}{rows}"
 
 
 def losses(corner: str, names: dict, cells: Cells) -> str:

@@ -28,6 +28,7 @@ BYTES = 8_000_000
 HELD_OUT = 400_000
 RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 DAMPINGS = (0.1, 0.3, 1.0)
+ROWS = 4096
 
 
 class Attention(nn.Module):
@@ -85,18 +86,17 @@ class GPT(nn.Module):
 
 @dataclass(frozen=True)
 class Method:
-    """A learning rate, and the damping of a running S, or None for AdamW alone."""
+    """A learning rate; the damping of a running S, or None for AdamW alone; the rows S is estimated from, or all."""
 
     lr: float
     damping: float | None = None
-    decay: float = 0.95
-    every: int = 10
     rows: int | None = None
 
     @classmethod
     def parse(cls, written: str) -> "Method":
-        """From `lr`, or `lr:damping`."""
-        return cls(*map(float, written.split(":")))
+        """From `lr`, `lr:damping`, or `lr:damping:rows`."""
+        lr, damping, rows, *_ = (*written.split(":"), "", "")
+        return cls(float(lr), float(damping) if damping else None, int(rows) if rows else None)
 
 
 def text(device: torch.device) -> tuple[Tensor, Tensor, str]:
@@ -125,7 +125,7 @@ def train(method: Method, seed: int, options: argparse.Namespace) -> dict[str, o
     optimizer = torch.optim.AdamW(model.parameters(), lr=method.lr, betas=(0.9, 0.95), weight_decay=0.1)
     if method.damping is not None:
         proxprop.convert(model, proxprop.Exact())
-        running = proxprop.Running(method.decay, method.every, method.damping, method.rows)
+        running = proxprop.Running(decay=0.95, every=10, damping=method.damping, rows=method.rows)
         proxprop.attach(optimizer, model, running=running)
     generator = torch.Generator().manual_seed(seed)
     losses, began = [], time.perf_counter()
@@ -190,8 +190,10 @@ def main() -> None:
                         ("samples", 64), ("batches", 20)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    every = [Method(lr, damping) for damping in (None, *DAMPINGS) for lr in RATES]
-    parser.add_argument("--methods", type=Method.parse, nargs="+", default=every, metavar="LR[:DAMPING]")
+    study = [Method(lr) for lr in RATES] + [Method(lr, rho, ROWS) for rho in DAMPINGS for lr in RATES]
+    parser.add_argument(
+        "--methods", type=Method.parse, nargs="+", default=study, metavar="LR[:DAMPING[:ROWS]]"
+    )
     parser.add_argument("--json", type=Path, help="where to write the measurements")
     options = parser.parse_args()
     record = {"command": " ".join(sys.argv).split(" --json")[0], "environment": environment(options.device)}

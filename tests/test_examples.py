@@ -27,7 +27,7 @@ def test_the_gpt_trains_with_every_method(tmp_path):
         "cpu",
         *options,
         *("--seeds", "0"),
-        *("--methods", "1e-3", "2e-3", "2e-3:0.1", "2e-3:0.3"),
+        *("--methods", "1e-3", "2e-3", "2e-3:0.1", "2e-3:0.3:9"),
         "--json",
         str(tmp_path / "gpt.json"),
     ]
