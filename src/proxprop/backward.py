@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -199,19 +200,30 @@ class Summing(Protocol):
 class Sampling:
     """Draws rows without replacement, the same ones for the same seed, and leaves torch's random state alone.
 
+    Layers with as many samples share a draw: it takes longer than the product of the rows.
+
     Example:
-        >>> Sampling(3, ("0", 1)).draw(100, torch.device("cpu")).shape
+        >>> Sampling(3, (0, 1)).draw(100, torch.device("cpu")).shape
         torch.Size([3])
     """
 
     rows: int
-    seed: tuple[object, ...]
+    seed: tuple[int, ...]
 
     def draw(self, samples: int, device: torch.device) -> Tensor:
         """Indices of rows."""
-        number = zlib.crc32(repr(self.seed).encode())
-        generator = torch.Generator(device).manual_seed(number)
-        return torch.randperm(samples, generator=generator, device=device)[: self.rows]
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        return _drawn(self, samples, device, stream)
+
+
+@lru_cache(maxsize=8)
+def _drawn(
+    sampling: Sampling, samples: int, device: torch.device, stream: torch.cuda.Stream | None
+) -> Tensor:
+    """A draw that is ready on a stream."""
+    number = zlib.crc32(repr(sampling.seed).encode())
+    generator = torch.Generator(device).manual_seed(number)
+    return torch.randperm(samples, generator=generator, device=device)[: sampling.rows]
 
 
 def summand(transfer: Transfer, G: Tensor, sampling: Sampling | None = None) -> Tensor:

@@ -155,7 +155,7 @@ class Deferred(Joins):
         rows = self.averages.running.rows if self.averages is not None else None
         if rows is None or torch.compiler.is_compiling():
             return None
-        return Sampling(rows, (system.name, self._cluster_of[system].steps, system.count_call()))
+        return Sampling(rows, (self._cluster_of[system].steps, system.count_call()))
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Solve before the optimizer steps; where it is given a closure, only after each call of it.

@@ -128,9 +128,11 @@ class ConvTransfer(Affine):
         """Some of the patches, cut out without unfolding the others."""
         if self.weight_shape is None:
             return self.rows()[:, index]
-        at = torch.unravel_index(index, (self.batched_shape[0], *self.batched_shape[2:]))
+        at: tuple[Tensor, ...] = ()
+        for size in reversed(self.batched_shape[2:]):  # torch.unravel_index would make a GPU wait
+            at, index = (index % size, *at), index // size
         windows = self._windows(self._padded(), self.geometry.stride).movedim(1, 1 + self.dimensions)
-        patches: Tensor = windows[at].flatten(1).unflatten(1, (self.sizes.groups, -1))
+        patches: Tensor = windows[index, *at].flatten(1).unflatten(1, (self.sizes.groups, -1))
         return patches.transpose(0, 1)
 
     def output(self, parameters: Parameters) -> Tensor:
