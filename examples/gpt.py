@@ -127,6 +127,8 @@ def train(method: Method, seed: int, options: argparse.Namespace) -> dict[str, o
         proxprop.convert(model, proxprop.Exact())
         running = proxprop.Running(decay=0.95, every=10, damping=method.damping, rows=method.rows)
         proxprop.attach(optimizer, model, running=running)
+    if options.compile:
+        model.compile()
     generator = torch.Generator().manual_seed(seed)
     losses, began = [], time.perf_counter()
     for step in range(options.steps):
@@ -194,6 +196,7 @@ def main() -> None:
     parser.add_argument(
         "--methods", type=Method.parse, nargs="+", default=study, metavar="LR[:DAMPING[:ROWS]]"
     )
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model; S then takes all rows")
     parser.add_argument("--json", type=Path, help="where to write the measurements")
     options = parser.parse_args()
     record = {"command": " ".join(sys.argv).split(" --json")[0], "environment": environment(options.device)}
