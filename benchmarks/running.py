@@ -30,8 +30,8 @@ INTRODUCTION = """# What running averages cost and bring
 STEPS = """## What a step costs
 
 `{command}` on {device}, torch {torch}, commit {commit:.7};
-record in `results/bench/deferred-h200.json`. Eager float32 steps with `Exact`, ten in turn, as ratios of time (and of
-peak memory) to BackProp's. An eager step of a small network waits for the host, not for the GPU; captured steps of
+record in `results/bench/deferred-fp32-h200.json`. Eager float32 steps with `Exact`, ten in turn, as ratios of time (and
+of peak memory) to BackProp's. An eager step of a small network waits for the host, not for the GPU; captured steps of
 immediate mode are in [performance.md](performance.md).
 """
 
@@ -51,7 +51,7 @@ UNDER_ADAMW = """## Under AdamW, a small GPT
 
 def main() -> None:
     print(INTRODUCTION)
-    print(overhead(json.loads((RESULTS / "bench" / "deferred-h200.json").read_text())))
+    print(overhead(json.loads((RESULTS / "bench" / "deferred-fp32-h200.json").read_text())))
     print(muon())
     print(gpt(), end="")
 
@@ -97,9 +97,9 @@ def gpt() -> str:
         timed[fed(row)].append(row["seconds_per_step"])
     plain = fmean(timed.pop(PLAIN))
     slower = ", ".join(f"{fmean(times) / plain:.2f} with {name}" for name, times in timed.items())
-    names = {name: name for name in sorted({name for name, _ in cells})}
+    names = dict.fromkeys([PLAIN, *sorted({name for name, _ in cells})])
     time = f"Time of a step beside that of AdamW on the gradient (`results/gpt/time.json`): {slower}.\n"
-    return "\n".join([UNDER_ADAMW, losses("AdamW is fed", names, cells), time])
+    return "\n".join([UNDER_ADAMW, losses("AdamW is fed", {name: name for name in names}, cells), time])
 
 
 def fed(row: dict) -> str:
@@ -119,8 +119,8 @@ def losses(corner: str, names: dict, cells: Cells) -> str:
         found = {rate: cells[method, rate] for rate in rates if (method, rate) in cells}
         lines.append(_row(name, *(_spread(found.get(rate, [])) for rate in rates)))
         rate = min(found, key=lambda rate: fmean(found[rate]))
-        best[name] = f"{name} {_spread(found[rate])} (lr {rate:g})"
-    return "\n".join([*lines, "", f"Each at its best learning rate: {'; '.join(best.values())}.", ""])
+        best[name] = f"{name}: {_spread(found[rate])} (lr {rate:g})"
+    return "\n".join([*lines, "", f"Each at its best learning rate here: {'; '.join(best.values())}.", ""])
 
 
 def table(columns: list[str]) -> str:
@@ -136,7 +136,7 @@ def _spread(values: list[float]) -> str:
     if not values:
         return ""
     spread = f" ± {stdev(values):.2g}" if len(values) > 1 else " (one seed)"
-    return f"{fmean(values):.4g}{spread}"
+    return f"{fmean(values):#.4g}{spread}"
 
 
 if __name__ == "__main__":

@@ -196,7 +196,9 @@ def main() -> None:
     parser.add_argument(
         "--methods", type=Method.parse, nargs="+", default=study, metavar="LR[:DAMPING[:ROWS]]"
     )
-    parser.add_argument("--compile", action="store_true", help="torch.compile the model; S then takes all rows")
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile the model; S then takes all rows"
+    )
     parser.add_argument("--json", type=Path, help="where to write the measurements")
     options = parser.parse_args()
     record = {"command": " ".join(sys.argv).split(" --json")[0], "environment": environment(options.device)}

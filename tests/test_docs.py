@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
+import pytest
+
 from proxprop.lab.paper import curves
 
 ROOT = Path(__file__).parents[1]
@@ -61,8 +63,9 @@ def test_what_the_readme_says_of_the_paper_is_in_the_tables() -> None:
     assert f"after 50 epochs is {right} instead of {released} (BackProp {plain})" in text
 
 
-def test_the_performance_page_is_made_from_the_records() -> None:
+@pytest.mark.parametrize(("script", "page"), [("report.py", "performance.md"), ("running.py", "running.md")])
+def test_a_page_is_made_from_the_records(script: str, page: str) -> None:
     made = subprocess.run(
-        [sys.executable, "benchmarks/report.py"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, f"benchmarks/{script}"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    assert (ROOT / "docs" / "performance.md").read_text() == made, "run `make docs`"
+    assert (ROOT / "docs" / page).read_text() == made, "run `make docs`"
