@@ -189,9 +189,6 @@ class Summing(Protocol):
     def count(self) -> int:
         """How many there are."""
 
-    def takes(self) -> bool:
-        """Whether the backward pass that is running adds to them; `torch.autograd.grad` does not."""
-
     def note_again(self) -> None:
         """A graph is gone through again: its gradient is added, its S was."""
 
@@ -244,8 +241,9 @@ def summed_once(ctx: Any, transfer: Transfer, G: Tensor) -> Sequence[Tensor | No
     if ctx.summed:
         call.summing.note_again()
         return [None] * call.sums
-    if not torch.compiler.is_compiling():
-        ctx.summed = call.summing.takes()
+    if not torch.compiler.is_compiling():  # whether this pass adds to the leaves; `torch.autograd.grad` does not
+        (leaf, _), *_ = ctx.next_functions[-call.sums :]
+        ctx.summed = torch._C._will_engine_execute_node(leaf)
     S = summand(transfer, G, call.sampling)
     return (S,) if call.sums == 1 else (S, S.new_full((), transfer.sizes.samples))
 

@@ -103,21 +103,12 @@ class System(Equation):
         if key != self._key:
             self._refuse_to_change()
             self._leaves, self._key = tuple(self._new_leaves(device, dtype)), key
-            with torch.enable_grad():
-                through = self._leaves[0].view_as(self._leaves[0]).grad_fn
-            assert through is not None
-            (self._node, _), *_ = through.next_functions
         return self._leaves
 
     @property
     def count(self) -> int:
         """How many leaves there are."""
         return len(self._leaves)
-
-    def takes(self) -> bool:
-        """Whether the backward pass that is running adds to the leaves."""
-        assert self._node is not None
-        return torch._C._will_engine_execute_node(self._node)
 
     def note_again(self) -> None:
         """A backward pass adds to the gradient what S was added for before."""
