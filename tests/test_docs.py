@@ -63,6 +63,17 @@ def test_what_the_readme_says_of_the_paper_is_in_the_tables() -> None:
     assert f"after 50 epochs is {right} instead of {released} (BackProp {plain})" in text
 
 
+def test_what_the_readme_says_of_running_averages_is_in_the_records() -> None:
+    text, page = " ".join(README.split()), (ROOT / "docs" / "running.md").read_text()
+    muon, gpt = (line for line in page.splitlines() if line.startswith("Each at its best learning rate"))
+    alone, _, averaged = map(float, re.findall(r": ([\d.]+) ±", muon))
+    assert f"loss is {averaged:.5f} with it and {alone:.4f} without" in text
+    alone, *averaged = map(float, re.findall(r": ([\d.]+) ±", gpt))
+    assert f"ends at {min(averaged):.3f} nats a byte of held-out text instead of {alone:.3f}" in text
+    (slower,) = re.findall(r"([\d.]+) with a running S, ρ = 0.3\.", page)
+    assert f"take {float(slower):.1f} times as long" in text
+
+
 @pytest.mark.parametrize(("script", "page"), [("report.py", "performance.md"), ("running.py", "running.md")])
 def test_a_page_is_made_from_the_records(script: str, page: str) -> None:
     made = subprocess.run(
