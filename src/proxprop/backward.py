@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -92,9 +93,18 @@ class Failures:
 
 
 def planned(transfer: Transfer, settings: Settings) -> Plan:
-    """The plan for a call."""
+    """The plan for a call, looked up where there was one of the same sizes: to make it takes four times as long."""
     costs = transfer.gram_flops(), transfer.gram_price(), transfer.own_price()
-    return plan(transfer.sizes, settings.solver, settings.space, transfer.spaces, *costs)
+    question = transfer.sizes, settings.solver, settings.space, transfer.spaces, *costs
+    if torch.compiler.is_compiling():
+        return plan(*question)
+    try:
+        return _remembered(*question)
+    except TypeError:  # a solver or a symbolic size that can't be hashed
+        return plan(*question)
+
+
+_remembered = lru_cache(maxsize=1024)(plan)
 
 
 def precision(*tensors: Tensor) -> torch.dtype:
