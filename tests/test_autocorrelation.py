@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from cases import randn, relative_error
-from proxprop.transfer import ConvGeometry, ConvTransfer
+from proxprop.transfer import ConvGeometry, ConvTransfer, conv
 from proxprop.transfer.autocorrelation import Walk, applies, gram, sums
 
 walks = st.builds(
@@ -79,7 +79,8 @@ def test_float32_is_as_good_as_unfolding(shape, kernel, padding) -> None:
         ((1, 1), (9, 9), 5, False),  # an image smaller than its border
     ],
 )
-def test_a_convolution_correlates_where_that_is_right(stride, kernel, size, correlates) -> None:
+def test_a_convolution_correlates_where_that_is_right(stride, kernel, size, correlates, monkeypatch) -> None:
+    monkeypatch.setattr(conv, "FEW_NUMBERS", 0)
     padding = ((0, 0),) * 2 if size > 5 else ((2, 2),) * 2
     geometry = ConvGeometry(kernel, stride, (1, 1), padding, "constant", 1)
     x = randn(2, 2, size, size, seed=0)
@@ -90,3 +91,11 @@ def test_a_convolution_correlates_where_that_is_right(stride, kernel, size, corr
     A = torch.cat([transfer.rows(), torch.ones(1, transfer.sizes.samples, 1, dtype=torch.float64)], dim=-1)
     assert relative_error(transfer.gram(), A.mT @ A) < 1e-12
     assert (transfer.gram_flops() is not None) == correlates
+
+
+@pytest.mark.parametrize(("batch", "correlates"), [(1, False), (64, True)])
+def test_a_cpu_unfolds_few_patches(batch: int, correlates: bool) -> None:
+    geometry = ConvGeometry((3, 3), (1, 1), (1, 1), ((0, 0),) * 2, "constant", 1)
+    x = randn(batch, 4, 10, 10, seed=0)
+    transfer = ConvTransfer(x, torch.Size([batch, 3, 8, 8]), torch.Size([3, 4, 3, 3]), True, geometry)
+    assert transfer._correlates() == correlates

@@ -136,6 +136,18 @@ def test_summary_takes_several_arguments_and_tells_what_was_not_reached(example)
     ]
 
 
+def test_a_solver_of_ones_own_need_not_be_hashable() -> None:
+    class Mine(Exact):
+        __hash__ = None
+
+    directions = []
+    for solver in (Exact(), Mine()):
+        layer = proxprop.nn.Linear(4, 3, bias=False, solver=solver)
+        layer(torch.eye(4)).sum().backward()
+        directions.append(layer.weight.grad)
+    assert torch.equal(*directions)
+
+
 def test_summary_of_a_plain_model_and_of_no_model() -> None:
     model, input = model_and_input()
     assert {row.status for row in proxprop.summary(model, input).rows} == {"explicit"}

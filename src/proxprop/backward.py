@@ -61,7 +61,7 @@ class Failures:
         if failed is None or self.warned or failed.is_meta or torch.compiler.is_compiling():
             return
         if failed.device.type != "cuda":
-            self._warn_if(bool(failed.any()))
+            self._warn_if(any(failed.tolist()))
         elif not torch.cuda.is_current_stream_capturing():
             self._look_later(failed.any())
 
@@ -93,9 +93,18 @@ class Failures:
 
 
 def planned(transfer: Transfer, settings: Settings) -> Plan:
-    """The plan for a call."""
+    """The plan for a call, looked up where there was one of the same sizes: to make it takes four times as long."""
     costs = transfer.gram_flops(), transfer.gram_price(), transfer.own_price()
-    return plan(transfer.sizes, settings.solver, settings.space, transfer.spaces, *costs)
+    question = transfer.sizes, settings.solver, settings.space, transfer.spaces, *costs
+    if torch.compiler.is_compiling():
+        return plan(*question)
+    try:
+        return _remembered(*question)
+    except TypeError:  # a solver or a symbolic size that can't be hashed
+        return plan(*question)
+
+
+_remembered = lru_cache(maxsize=1024)(plan)
 
 
 def precision(*tensors: Tensor) -> torch.dtype:
@@ -263,18 +272,19 @@ class Proximal(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(output: Tensor, call: Call, *tensors: Tensor | None) -> Tensor:
-        """Return the output, detached so that an in-place activation may follow."""
-        return output.detach()
+    def forward(ctx: Any, output: Tensor, call: Call, *tensors: Tensor | None) -> Tensor:
+        """Save the layer's inputs, as BackProp does, and the parameters' shapes.
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Save the layer's inputs, as BackProp does, and the parameters' shapes."""
-        _, call, *tensors = inputs
+        With a `setup_context` of its own, torch would look up and bind this signature in every call.
+
+        Returns:
+            The output, detached so that an in-place activation may follow.
+        """
         ctx.call, ctx.summed = call, False
         ctx.save_for_backward(*tensors[: call.inputs])
         parameters = tensors[call.inputs : len(tensors) - call.sums]
-        ctx.parameters = tuple((p.shape, p.dtype) if p is not None else None for p in parameters)
+        ctx.parameters = [(p.shape, p.dtype) if p is not None else None for p in parameters]
+        return output.detach()
 
     @staticmethod
     def backward(ctx: Any, G: Tensor) -> tuple[Any, ...]:
@@ -309,8 +319,9 @@ def refuse_transforms(layer: str) -> None:
 
 
 def _no_autocast(device: str) -> Any:
-    """Autocast off; the meta device has none."""
-    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+    """Autocast off, where it is on; the meta device has none."""
+    on = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
 def attach_direction(

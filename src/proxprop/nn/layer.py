@@ -1,6 +1,6 @@
 """What all proximal layers share: their settings, and how a direction is attached to an output."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
@@ -91,6 +91,7 @@ class ProximalLayer(nn.Module):
 
     plain: ClassVar[type[nn.Module]]
     spaces: ClassVar[tuple[str, ...]] = SPACES
+    _is_replica = False  # nn.DataParallel sets it
 
     _settings: Settings
     _failures: Failures
@@ -156,14 +157,15 @@ class ProximalLayer(nn.Module):
 
     def _trains(self) -> bool:
         """Whether this call needs a direction: gradients are on and there is something to train."""
-        if getattr(self, "_is_replica", False):
+        if self._is_replica:
             raise RuntimeError(
                 f"{self._failures.layer}: nn.DataParallel's replicas have no parameters to give a direction to. Use "
                 "torch.nn.parallel.DistributedDataParallel"
             )
         if self._attached is not None and self._attached.explicit():
             return False
-        trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        own = self._parameters.values()  # asked first, because it takes longer to walk through submodules
+        trains = torch.is_grad_enabled() and (_some_train(own) or _some_train(self.parameters()))
         if trains and several_ranks() and not torch.compiler.is_compiling():
             check_layer(self, self._failures.layer, self._attached is not None)
         return trains
@@ -196,10 +198,11 @@ class ProximalLayer(nn.Module):
                 "convert, so its output is not linear in what is trained. Call proxprop.revert(model) before "
                 "adding it; convert then leaves the layer explicit"
             )
-        if not any(p is not None and p.requires_grad for p in parameters):
+        if not _some_train(parameters):
             return output
         _check_dense(self._failures.layer, inputs)
-        check_real(self, self._failures.layer)
+        if any(p is not None and p.is_complex() for p in parameters):
+            check_real(self, self._failures.layer)
         call = Call(build, self._settings, self._failures, self._observer, len(inputs), bfloat16)
         sums: tuple[Tensor, ...] = ()
         if self._attached is not None:
@@ -249,6 +252,10 @@ _mixed: dict[tuple[Any, ...], type[MixedLayer]] = {}
 def _remake(mixin: type[MixedLayer], plain: type[nn.Module], options: dict[str, Any]) -> nn.Module:
     kind = mixin.mixed(plain, **options)
     return kind.__new__(kind)
+
+
+def _some_train(parameters: Iterable[Tensor | None]) -> bool:
+    return any(p is not None and p.requires_grad for p in parameters)
 
 
 def detached(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -93,7 +93,7 @@ class CG(Solver):
             from proxprop.kernels import feature_cg as fused
 
             return Solution(fused.feature_cg(S, B, damping, self.iterations, kernels.parts()))
-        return self.matrix_free(S.matmul, B, damping)
+        return self.matrix_free(S.bmm, B, damping)
 
     def matrix_free(self, apply: Callable[[Tensor], Tensor], B: Tensor, damping: float) -> Solution:
         """Return the iterate from products `V -> AᵀAV`."""
@@ -127,7 +127,7 @@ def feature_cg(
     for step in range(1, iterations + 1):
         image = apply(search).add(search, alpha=damping)
         length = quotient(squared, dot(search, image, sums), 1 / damping)
-        D = torch.addcmul(D, length, search)
+        D.addcmul_(length, search)
         if step == iterations:
             break
         residual = torch.addcmul(residual, length, image, value=-1)
@@ -164,10 +164,10 @@ def sample_cg(
     Returns:
         U `[groups, samples, outputs]`.
     """
-
     trace = K.diagonal(dim1=-2, dim2=-1).sum(-1)
-    shortest = 1 / (damping + (trace[:, None, None] if sums == (-2,) else trace.max()))
-    rho, pi, K_pi = G, G, K @ G
+    shortest = (trace.view(-1, 1, 1) if sums == (-2,) else trace.max()).add(damping).reciprocal()
+    noise = noise.unsqueeze(-1)
+    rho, pi, K_pi = G, G, K.bmm(G)
     squared = dot(rho, K_pi, sums)
     U = torch.zeros_like(G)
     for step in range(1, iterations + 1):
@@ -179,9 +179,9 @@ def sample_cg(
         if step == iterations:
             break
         rho = torch.addcmul(rho, length, image, value=-1)
-        K_rho = K @ rho
+        K_rho = K.bmm(rho)
         before, squared = squared, dot(rho, K_rho, sums)
-        squared = torch.where(squared <= dot(rho, noise[..., None] * rho, sums), 0.0, squared)
+        squared.masked_fill_(squared <= dot(rho, noise * rho, sums), 0.0)
         ratio = quotient(squared, before, 0.0)
         pi = torch.addcmul(rho, ratio, pi)
         K_pi = K_rho.addcmul_(ratio, K_pi)
@@ -190,9 +190,6 @@ def sample_cg(
 
 def dot(left: Tensor, right: Tensor, sums: tuple[int, ...]) -> Tensor:
     """Inner product over the dimensions `sums`, which are kept with size 1."""
-    if sums == (-2,):
-        product: Tensor = torch.linalg.vecdot(left, right, dim=-2)
-        return product.unsqueeze(-2)
     return (left * right).sum(sums, keepdim=True)
 
 
@@ -203,11 +200,11 @@ def quotient(numerator: Tensor, denominator: Tensor, degenerate: float) -> Tenso
     there the step length `1/λ` is the exact solution. No epsilon is added, so the result does not depend on
     the scale of G.
     """
-    return torch.where(denominator == 0, degenerate, numerator / denominator)
+    return (numerator / denominator).masked_fill_(denominator.logical_not(), degenerate)
 
 
 def normalize(B: Tensor, sums: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Split B into columns of largest entry 1 and their scale, so that squares neither over- nor underflow."""
     scale = B.abs().amax(sums, keepdim=True)
-    scale = torch.where(scale == 0, 1.0, scale)
+    scale.masked_fill_(scale.logical_not(), 1.0)
     return B / scale, scale

@@ -65,19 +65,15 @@ class Factor:
     bound: Tensor
 
 
-def _bound(M: Tensor, damping: float) -> Tensor:
-    """`λ + trace M [groups]`; NaN where it overflows, because `B / inf` would hide that."""
-    bound = M.diagonal(dim1=-2, dim2=-1).sum(-1) + damping
-    return torch.where(bound.isfinite(), bound, torch.nan)
-
-
 def factorize(M: Tensor, damping: float) -> Factor:
     """Factorise `λI + M` for positive semidefinite M `[groups, size, size]`, which is overwritten."""
-    bound = _bound(M, damping)
-    M.diagonal(dim1=-2, dim2=-1).add_(damping)
+    diagonal = M.diagonal(dim1=-2, dim2=-1)
+    bound = diagonal.sum(-1).add_(damping)
+    bound.masked_fill_(bound == torch.inf, torch.nan)  # because `B / inf` would hide it
+    diagonal.add_(damping)
     L, info = torch.linalg.cholesky_ex(M)
     identity = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
-    L = torch.where(info[:, None, None] == 0, L, identity)  # what inverts L must not meet a zero pivot
+    L = torch.where(info.view(-1, 1, 1).logical_not(), L, identity)  # its inverse must not meet a zero pivot
     return Factor(L, info, bound)
 
 
@@ -103,12 +99,11 @@ def apply(factor: Factor, B: Tensor) -> Solution:
     The substitute is the gradient at a step that cannot overshoot: a descent direction that is linear in B
     and costs no synchronisation to choose. Non-finite entries of M or B make non-finite entries here.
     """
-    broken = factor.info != 0
     size, outputs = B.shape[-2:]
-    solved = inverse(factor.L) @ B if outputs >= size else _triangular_solves(factor.L, B)
-    substitute = B / factor.bound[:, None, None]
-    value = torch.where(broken[:, None, None], substitute, solved)
-    return Solution(value, failed=broken & factor.bound.isfinite())
+    solved = inverse(factor.L).bmm(B) if outputs >= size else _triangular_solves(factor.L, B)
+    intact = factor.info.logical_not()
+    divisor = factor.bound.masked_fill(intact, 1.0)  # L is the identity elsewhere
+    return Solution(solved.div_(divisor.view(-1, 1, 1)), failed=(intact | factor.bound.isnan()).logical_not())
 
 
 def eliminate(M: Tensor, B: Tensor, damping: float) -> Solution:

@@ -105,9 +105,10 @@ def in_parts(
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:
     """`left·right`, with float32 sums of bfloat16 products."""
-    if left.dtype != torch.bfloat16:
-        return left @ right
-    return (torch.bmm if left.dim() == 3 else torch.mm)(left, right, out_dtype=torch.float32)
+    product = torch.bmm if left.dim() == 3 else torch.mm
+    if left.dtype == torch.bfloat16:
+        return product(left, right, out_dtype=torch.float32)
+    return product(left, right)
 
 
 def _stacked(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

@@ -65,7 +65,7 @@ class Affine(Transfer):
 
     def from_samples(self, U: Tensor) -> Tensor:
         """Leading dimensions restored."""
-        return U.view(self.output_shape)
+        return U.view(*self.output_shape)
 
     def to_features(self, parameters: Parameters) -> Tensor:
         """Weight rows as columns, the bias as the last feature."""

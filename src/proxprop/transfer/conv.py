@@ -19,6 +19,9 @@ WEIGHT_GRADIENT = {1: grad.conv1d_weight, 2: grad.conv2d_weight, 3: grad.conv3d_
 BLOCK = 2**24
 """Most numbers of unfolded patches that exist at a time while S is summed."""
 
+FEW_NUMBERS = 2**17
+"""Numbers of unfolded patches up to which a CPU has multiplied them before it has made the calls of a transform."""
+
 TRANSFORM_PRICE_ON_A_GPU = 12.0
 """FLOPs of a product on tensor cores that take a GPU as long as one of a Fourier transform and what goes with it."""
 
@@ -209,6 +212,9 @@ class ConvTransfer(Affine):
     def _correlates(self) -> bool:
         """Whether S comes from autocorrelations; torch.compile can't generate code for complex numbers."""
         if self._is_stand_in() or any(step != 1 for step in self.geometry.stride):
+            return False
+        groups, samples, features, _ = self.sizes
+        if self.batched.device.type == "cpu" and groups * samples * features <= FEW_NUMBERS:
             return False
         return autocorrelation.applies(self._walks())
 
