@@ -19,7 +19,6 @@ from proxprop.deferred.rows import RowSolve, rows_pay
 from proxprop.settings import Settings
 from proxprop.solve import FEATURE, MATRIX_FREE, SAMPLE, Sizes, Solver
 from proxprop.transfer import LinearTransfer
-from proxprop.transfer.transfer import OWN_PRICE_ON_A_GPU
 
 SOLVERS = pytest.mark.parametrize("solver", [Exact(), CG(1), CG(3), CG(10), CG(3, per_output=False)], ids=str)
 FEW = pytest.mark.parametrize("solver", [Exact(), CG(3)], ids=str)
@@ -500,14 +499,14 @@ PAPER = {"first": (3073, 4000), "second": (4001, 1000), "third": (1001, 4000)}
         (Exact(), "first", 0, False),
         (CG(3), "first", 500, True),
         (CG(3), "second", 500, True),
-        (CG(3), "third", 500, False),
+        (CG(3), "third", 1000, False),
         (CG(3), "second", 5000, False),
     ],
 )
 def test_which_layers_keep_rows(solver: Solver, layer: str, samples: int, pays: bool) -> None:
     features, outputs = PAPER[layer]
     sizes = Sizes(1, samples, features, outputs)
-    assert rows_pay(sizes, Settings(solver), OWN_PRICE_ON_A_GPU) is pays
+    assert rows_pay(sizes, Settings(solver)) is pays
     assert not rows_pay(sizes, Settings(solver, space=FEATURE))
 
 

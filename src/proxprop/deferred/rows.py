@@ -23,13 +23,12 @@ from proxprop.solve.products import transposed_product
 from proxprop.transfer import LinearTransfer
 
 
-def rows_pay(sizes: Sizes, settings: Settings, own_price: float = 1.0) -> bool:
+def rows_pay(sizes: Sizes, settings: Settings) -> bool:
     """Whether a step is cheaper from so many rows than from S, in no more memory.
 
     Args:
         sizes: the system's, with the samples of all calls together.
         settings: the layer's; a pinned space decides.
-        own_price: what a FLOP of a matrix-free product costs beside one of a product with S.
 
     Example:
         >>> wide = Sizes(groups=1, samples=500, features=3073, outputs=4000)
@@ -43,7 +42,7 @@ def rows_pay(sizes: Sizes, settings: Settings, own_price: float = 1.0) -> bool:
         return False
     if settings.space is not None:
         return settings.space == space
-    costs = plan(sizes, solver, own_price=own_price).costs
+    costs = plan(sizes, solver).costs
     with_A = 8.0 * groups * samples * features * outputs if space == SAMPLE else 0.0  # and Aᵀ, twice each
     return costs[space].effort + with_A < costs[FEATURE].effort
 
@@ -74,7 +73,7 @@ class RowSolve:
         if isinstance(solver, Exact):
             found = solve(self.transfer, B, damping)
         else:
-            found = solver.matrix_free(self.transfer.normal, B, damping)
+            found = solver.matrix_free(lambda V: adjoint(self.transfer, image(self.transfer, V)), B, damping)
         return found if factor == 1.0 else Solution(found.value.mul_(factor), found.failed)
 
     def scale(self) -> Tensor:
@@ -82,30 +81,31 @@ class RowSolve:
         raise NotImplementedError("rows have no diagonal S")
 
 
+def image(transfer: LinearTransfer, V: Tensor) -> Tensor:
+    """`AV`, on a GPU's tensor cores, where the layer's own forward would not be."""
+    (A,) = transfer.rows()
+    inputs = A.shape[1]
+    product = transposed_product(A.mT, V[0, :inputs])
+    return (product.add_(V[0, inputs:]) if transfer.bias else product)[None]
+
+
+def adjoint(transfer: LinearTransfer, U: Tensor) -> Tensor:
+    """`AᵀU`."""
+    return transfer.to_features(transfer.gradient(transfer.from_samples(U)))
+
+
 def solve(transfer: LinearTransfer, B: Tensor, damping: float) -> Solution:
     """`(λI + AᵀA)⁻¹B` for any `B [1, features, outputs]`; where the factorisation failed, `B / (λ + trace K)`.
 
     A failure is substituted in small matrices, where it costs little: without R, D is a multiple of B.
     """
-
-    def image(V: Tensor) -> Tensor:
-        """`AV`, on tensor cores where that is faster; the layer's own forward would not be."""
-        (A,) = transfer.rows()
-        inputs = A.shape[1]
-        product = transposed_product(A.mT, V[0, :inputs])
-        return (product.add_(V[0, inputs:]) if transfer.bias else product)[None]
-
-    def adjoint(U: Tensor) -> Tensor:
-        """`AᵀU`."""
-        return transfer.to_features(transfer.gradient(transfer.from_samples(U)))
-
     R, failed = inverse_factor(transfer.kernel(), damping)
     broken = failed[:, None, None]
     shrink = torch.where(broken, R[:, :1, :1].square() * damping, 1.0)  # R is I/√(λ + trace K) there
     R = torch.where(broken, 0.0, R)
-    X = R.mT @ (R @ image(B))
-    D = (B * shrink).sub_(adjoint(X)).div_(damping)
-    D += adjoint(R.mT @ (R @ (X - image(D))))
+    X = R.mT @ (R @ image(transfer, B))
+    D = (B * shrink).sub_(adjoint(transfer, X)).div_(damping)
+    D += adjoint(transfer, R.mT @ (R @ (X - image(transfer, D))))
     return Solution(D, failed)
 
 

@@ -143,7 +143,7 @@ class System(Equation):
         (A,) = transfer.rows()
         samples = len(A) + sum(len(rows) for rows in self._rows)
         sizes = transfer.sizes._replace(samples=samples)
-        if self._sums or not rows_pay(sizes, self.layer._settings, transfer.own_price()):
+        if self._sums or not rows_pay(sizes, self.layer._settings):
             self.sum_rows()
             return False
         self._rows.append(A.to(dtype, copy=True))
@@ -156,7 +156,7 @@ class System(Equation):
         if not self._rows:
             return None
         call = self._call()
-        if self._sums or not rows_pay(call.sizes, self.layer._settings, call.own_price()):
+        if self._sums or not rows_pay(call.sizes, self.layer._settings):
             return None
         self.forget()
         return call
