@@ -6,8 +6,8 @@ or hold more than `AᵀG`, so that immediate mode's `D = Aᵀ(λI + K)⁻¹G` is
     X = (λI + K)⁻¹AB,    D = (B − AᵀX)/λ,
 
 but where λ is small beside S the difference cancels. What rounding leaves of it is in the row space of A, where exactly
-`AD = X`, and solved for without a difference: `D + Aᵀ(λI + K)⁻¹(X − AD)`. That is more accurate than a Cholesky factor
-of S in the same precision.
+`AD = X`, and solved for without a difference: `D + Aᵀ(λI + K)⁻¹(X − AD)`. Without that step float32 errors are two to
+five times those of a Cholesky factor of S; with it about the same, or up to thirty times smaller.
 """
 
 from dataclasses import dataclass
