@@ -47,6 +47,26 @@ def test_the_step_is_immediate_modes_of_the_whole_batch(solver: Solver) -> None:
 
 
 @SOLVERS
+@pytest.mark.parametrize("samples", [512, 1000])
+def test_rows_give_the_step_of_s(solver: Solver, samples: int) -> None:
+    """Wide enough for tensor cores, with factors by our own kernel and by cuSOLVER."""
+    torch.manual_seed(0)
+    x, G = torch.randn(samples, 4096).cuda(), torch.randn(samples, 512).cuda()
+    found = []
+    for space, dtype in ((None, torch.float32), ("feature", torch.float64)):
+        torch.manual_seed(0)
+        layer = proxprop.nn.Linear(4096, 512, solver=solver, tau_theta=0.1, space=space).to("cuda", dtype)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+        handle = proxprop.attach(optimizer, layer)
+        for part, g in zip(x.to(dtype).split(256), G.to(dtype).split(256), strict=True):
+            layer(part).backward(g)
+        assert bool(handle.systems[0]._rows) is (space is None)
+        optimizer.step()
+        found.append(layer.weight.grad)
+    assert relative_error(found[0].double(), found[1]) < 1e-3
+
+
+@SOLVERS
 @pytest.mark.parametrize("running", [None, Running(every=2), Running(every=2, rows=50)], ids=str)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_nothing_waits_for_the_gpu(solver: Solver, running: Running | None, set_to_none: bool) -> None:

@@ -198,6 +198,9 @@ class Summing(Protocol):
     def count(self) -> int:
         """How many there are."""
 
+    def keep(self, transfer: Transfer, dtype: torch.dtype) -> bool:
+        """Keep the call's rows, in their own precision, instead of adding its S; False where S is to be added."""
+
     def note_again(self) -> None:
         """A graph is gone through again: its gradient is added, its S was."""
 
@@ -242,7 +245,7 @@ def summand(transfer: Transfer, G: Tensor, sampling: Sampling | None = None) -> 
     return transfer.gram() if samples else G.new_zeros(groups, features, features, dtype=precision(G))
 
 
-def summed_once(ctx: Any, transfer: Transfer, G: Tensor) -> Sequence[Tensor | None]:
+def summed_once(ctx: Any, saved: Sequence[Tensor], transfer: Transfer, G: Tensor) -> Sequence[Tensor | None]:
     """What a call adds to its leaves: S belongs to the forward pass, so that of a retained graph is added once."""
     call: Call = ctx.call
     if call.summing is None:
@@ -250,9 +253,13 @@ def summed_once(ctx: Any, transfer: Transfer, G: Tensor) -> Sequence[Tensor | No
     if ctx.summed:
         call.summing.note_again()
         return [None] * call.sums
-    if not torch.compiler.is_compiling():  # whether this pass adds to the leaves; `torch.autograd.grad` does not
+    if (
+        not torch.compiler.is_compiling()
+    ):  # whether this pass adds to the leaves; `torch.autograd.grad` does not
         (leaf, _), *_ = ctx.next_functions[-call.sums :]
         ctx.summed = torch._C._will_engine_execute_node(leaf)
+        if ctx.summed and call.summing.keep(transfer, saved[0].dtype):
+            return [None] * call.sums
     S = summand(transfer, G, call.sampling)
     return (S,) if call.sums == 1 else (S, S.new_full((), transfer.sizes.samples))
 
@@ -296,12 +303,13 @@ class Proximal(torch.autograd.Function):
             )
         call: Call = ctx.call
         trained = ctx.needs_input_grad[2 + call.inputs :][: len(ctx.parameters)]
-        with torch.no_grad(), _no_autocast(G.device.type):
+        with torch.no_grad(), no_autocast(G.device.type):
             shapes = [p[0] if t else None for p, t in zip(ctx.parameters, trained, strict=True)]
-            transfer, precise = call.transfer(ctx.saved_tensors, G, shapes)
+            saved = ctx.saved_tensors
+            transfer, precise = call.transfer(saved, G, shapes)
             found = transfer.gradient(precise) if call.sums else call.direction(transfer, precise)
             D = [d.to(p[1]) if d is not None else None for d, p in zip(found, ctx.parameters, strict=True)]
-            sums = summed_once(ctx, transfer, precise)
+            sums = summed_once(ctx, saved, transfer, precise)
         return (G, None, *[None] * call.inputs, *D, *sums)
 
 
@@ -318,7 +326,7 @@ def refuse_transforms(layer: str) -> None:
         )
 
 
-def _no_autocast(device: str) -> Any:
+def no_autocast(device: str) -> Any:
     """Autocast off, where it is on; the meta device has none."""
     on = device != "meta" and torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if on else nullcontext()

@@ -14,6 +14,7 @@ from proxprop.deferred.joining import Joins
 from proxprop.deferred.joint import Term, join
 from proxprop.deferred.operator import Operator, SolveOnce, absolute_form
 from proxprop.deferred.reduction import Reduction
+from proxprop.deferred.rows import RowSolve
 from proxprop.deferred.running import Averages, Cluster, Running
 from proxprop.deferred.state import load_state_dict, state_dict
 from proxprop.deferred.step import direct
@@ -93,6 +94,8 @@ class Deferred(Joins):
                 choice.layer._attached = Attachment(self, choice.layer, self._systems(name, choice))
         self.clusters = [Cluster(systems) for systems in components(self.systems)]
         self._watches = {cluster: Watch(cluster.systems) for cluster in self.clusters}
+        for cluster in self.clusters:
+            cluster.systems[0].alone = len(cluster.systems) == 1 and running is None
         self._cluster_of: dict[Equation, Cluster] = {s: c for c in self.clusters for s in c.systems}
         self.reduction = Reduction(model, self.systems)
         self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
@@ -121,12 +124,23 @@ class Deferred(Joins):
             for c in self.clusters
             if chosen is None or any(not chosen.isdisjoint(s.parameters) for s in c.systems)
         ]
+        systems = [s for c in clusters for s in c.systems]
+        self._solve_rows(systems)
         shared: list[Term] = []
-        for terms in self.reduction.summed([s for c in clusters for s in c.systems]):
+        for terms in self.reduction.summed(systems):
             alone = [term for term in terms if len(self._cluster_of[term.equation].systems) == 1]
             shared += [term for term in terms if len(self._cluster_of[term.equation].systems) > 1]
             self._solve(alone)
         self._solve(shared)
+
+    def _solve_rows(self, systems: Sequence[System]) -> None:
+        """Solve for systems that have kept rows instead of S."""
+        for system in systems:
+            if (rows := system.take_rows()) is not None:
+                watch = self._watches[self._cluster_of[system]]
+                watch.refuse_mixed()
+                direct(system, RowSolve(rows, system.layer._settings))
+                watch.note_solved()
 
     def _solve(self, terms: Sequence[Term]) -> None:
         """Solve for clusters of which all terms are here."""

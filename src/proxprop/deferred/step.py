@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from proxprop.backward import no_autocast
 from proxprop.deferred.equation import Block, Equation
 from proxprop.deferred.operator import Operator
 from proxprop.deferred.shards import Piece, share
@@ -24,7 +25,8 @@ def direct(equation: Equation, operator: Operator) -> None:
         _rescale(mine.blocks, operator.scale()[0, mine.entries])
         return
     B = mine.layout.to_features(tuple(_read(block, operator.kept) for block in mine.blocks))
-    solution = operator.apply(B)
+    with no_autocast(B.device.type):
+        solution = operator.apply(B)
     equation.layer._failures.note(solution.failed)
     _write(mine.blocks, mine.layout, solution.value)
     mine.put_back()

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from proxprop.backward import precision
+from proxprop.backward import no_autocast, precision
 from proxprop.deferred.equation import Equation
+from proxprop.deferred.rows import rows_pay
+from proxprop.distributed import mesh_of, several_ranks
 from proxprop.nn.layer import Part, ProximalLayer
 from proxprop.solve import DIAGONAL
-from proxprop.transfer import Affine
+from proxprop.transfer import Affine, LinearTransfer, Transfer
 
 if TYPE_CHECKING:
     from proxprop.deferred.watch import Watch
@@ -36,6 +38,9 @@ class System(Equation):
     when the parameters' own `.grad` is added to. The number of samples has one only where it is needed and S does
     not hold it.
 
+    As long as a step is cheaper from the rows of all calls than from S, the rows are kept instead, and the leaves are
+    left alone. Rows are copied: a caller may write the next batch where this one was.
+
     Args:
         name: how messages call it.
         layer: whose settings apply.
@@ -46,6 +51,7 @@ class System(Equation):
         when_summed: called in every backward pass as soon as S holds all that the pass adds to it.
         watch: sees to it that S is started anew when the gradient is.
         calls: how many calls were counted since the last solve.
+        alone: whether nothing but the step of this system needs its S.
     """
 
     def __init__(self, name: str, layer: ProximalLayer, part: Part, counted: bool = False) -> None:
@@ -54,7 +60,8 @@ class System(Equation):
         self.when_summed: Callable[[System], None] | None = None
         self._leaves: tuple[Tensor, ...] = ()
         self._key: tuple[object, ...] = ()
-        self._ones = False
+        self._ones = self.alone = False
+        self._rows: list[Tensor] = []
         self.watch: Watch | None = None
         self.calls = 0
         if self.trained:  # ahead of the first call, which may be a compiled one
@@ -63,8 +70,14 @@ class System(Equation):
 
     @property
     def S(self) -> Tensor | None:
-        """S as summed so far, or its diagonal; None where nothing was."""
+        """S as summed so far, or its diagonal; None where nothing was. Formed here where rows were kept."""
+        self.sum_rows()
         return self._leaves[0].grad if self._leaves else None
+
+    @property
+    def holds(self) -> bool:
+        """Whether anything was summed or kept."""
+        return bool(self._rows or self._sums)
 
     @property
     def _sums(self) -> list[Tensor]:
@@ -102,13 +115,59 @@ class System(Equation):
         key = (device, dtype, self.counts, *trained)
         if key != self._key:
             self._refuse_to_change()
-            self._leaves, self._key = tuple(self._new_leaves(device, dtype)), key
+            self._leaves, self._key, self._rows = tuple(self._new_leaves(device, dtype)), key, []
         return self._leaves
 
     @property
     def count(self) -> int:
         """How many leaves there are."""
         return len(self._leaves)
+
+    def keep(self, transfer: Transfer, dtype: torch.dtype) -> bool:
+        """Keep the rows of a call, if that pays for those of all calls together; else S of all is to be summed."""
+        if not self.alone or several_ranks() or any(mesh_of(p) is not None for p in self.parameters):
+            return False
+        if not isinstance(transfer, LinearTransfer) or transfer.weight_shape is None:
+            return False
+        if self.watch is not None:
+            self.watch.notice()
+        (A,) = transfer.rows()
+        samples = len(A) + sum(len(rows) for rows in self._rows)
+        sizes = transfer.sizes._replace(samples=samples)
+        if self._sums or not rows_pay(sizes, self.layer._settings):
+            self.sum_rows()
+            return False
+        self._rows.append(A.to(dtype, copy=True))
+        if self.watch is not None:
+            self.watch.note_sum()
+        return True
+
+    def take_rows(self) -> LinearTransfer | None:
+        """The calls whose rows were kept, as one, and forgotten here; None where S was summed or is cheaper now."""
+        if not self._rows:
+            return None
+        call = self._call()
+        if self._sums or not rows_pay(call.sizes, self.layer._settings):
+            return None
+        self.forget()
+        return call
+
+    def _call(self) -> LinearTransfer:
+        layout = self.layout
+        assert isinstance(layout, LinearTransfer)
+        precise = [rows.to(self._leaves[0].dtype) for rows in self._rows]
+        return layout.with_rows(precise[0] if len(precise) == 1 else torch.cat(precise))
+
+    @torch.no_grad()
+    def sum_rows(self) -> None:
+        """Form S of the rows that were kept, and go on with that."""
+        if not self._rows:
+            return
+        call, self._rows = self._call(), []
+        with no_autocast(call.input.device.type):
+            S = call.gram().contiguous()  # as autograd lays out what it adds to
+        for leaf, more in zip(self._leaves, (S, S.new_full((), call.sizes.samples)), strict=False):
+            leaf.grad = more if leaf.grad is None else leaf.grad + more
 
     def note_again(self) -> None:
         """A backward pass adds to the gradient what S was added for before."""
@@ -117,7 +176,7 @@ class System(Equation):
             self.watch.note_sum()
 
     def _refuse_to_change(self) -> None:
-        if self.S is not None and any(parameter.grad is not None for parameter in self.parameters):
+        if self.holds and any(parameter.grad is not None for parameter in self.parameters):
             raise RuntimeError(
                 f"{self.name}: device, precision, scaling or which parameters are trained changed between backward "
                 "passes of one step, whose S can't be added up. Call zero_grad(), or step, before such a change"
@@ -137,11 +196,13 @@ class System(Equation):
 
     def forget(self) -> None:
         """Drop what was summed."""
+        self._rows = []
         for leaf in self._leaves:
             leaf.grad = None
 
     def take(self) -> tuple[Tensor, Tensor | None]:
         """What was summed, which is forgotten here."""
+        self.sum_rows()
         found = self.split(self._sums)
         self.forget()
         return found
@@ -153,6 +214,7 @@ class System(Equation):
 
     def shares(self) -> list[Tensor]:
         """What was summed on this rank, zeros in place of nothing; forgotten here."""
+        self.sum_rows()
         found = [leaf.grad if leaf.grad is not None else leaf.new_zeros(leaf.shape) for leaf in self._leaves]
         self.forget()
         return found

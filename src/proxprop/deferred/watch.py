@@ -41,7 +41,7 @@ class Watch:
         if task == self._task:
             return
         self._task, self._summed = task, False
-        if any(system.S is not None for system in self.systems):
+        if any(system.holds for system in self.systems):
             self._forget_if_zeroed()
         before = self._current()
         mixed = self._holds_direction() or (self._mixed and before == self._versions)
@@ -96,6 +96,8 @@ class Watch:
             self._clear(~gradient.any())
 
     def _clear(self, zeroed: Tensor) -> None:
+        for system in self.systems:
+            system.sum_rows()  # how many rows there are is known on the host
         for leaf in (leaf for system in self.systems for leaf in system.current):
             if leaf.grad is not None:
                 leaf.grad.masked_fill_(zeroed.to(leaf.device), 0.0)

@@ -37,6 +37,11 @@ class LinearTransfer(Affine):
         inputs = input.shape[-1] if weight_shape else 0
         self.sizes = Sizes(1, self.input.shape[0], inputs + bias, output_shape[-1])
 
+    def with_rows(self, A: Tensor) -> "LinearTransfer":
+        """A call of the same layer with the rows `A [samples, features]`, the ones column left out."""
+        shape = torch.Size([len(A), self.sizes.outputs])
+        return LinearTransfer(A, shape, self.weight_shape, self.bias, self.transposed)
+
     def to_samples(self, G: Tensor) -> Tensor:
         """Leading dimensions flattened."""
         return super().to_samples(G.float() if G.dtype == torch.bfloat16 else G)
