@@ -11,7 +11,10 @@ from proxprop import kernels
 from proxprop.solve.solver import FEATURE, MATRIX_FREE, SAMPLE, Sizes, Solution, Solver
 
 CACHED_NUMBERS = 2**17
-"""Numbers of one array that a CPU works on at a time: half a megabyte, of which about five are in use."""
+"""Numbers of one array that a CPU works on at a time: half a megabyte, of which six are in use."""
+
+ARRAYS = 6
+"""Arrays like G that `sample_cg` works in."""
 
 FUSED_SAMPLES = 2048
 """Most samples of which the fused kernel holds whole columns."""
@@ -74,17 +77,19 @@ class CG(Solver):
         return Solution(self._plain(K, G, damping, noise))
 
     def _plain(self, K: Tensor, G: Tensor, damping: float, noise: Tensor) -> Tensor:
-        G, scale = normalize(G, self._sums)
-        return sample_cg(K, G, damping, self.iterations, self._sums, noise).mul_(scale)
+        arrays = G.new_empty(ARRAYS, *G.shape)
+        return sample_cg(K, G, damping, self.iterations, self._sums, noise, arrays)
 
     def _blockwise(self, K: Tensor, G: Tensor, damping: float, noise: Tensor) -> Tensor:
-        """Columns are independent: take as many at a time as stay in a core's cache."""
-        width = max(16, CACHED_NUMBERS // G.shape[-2])
+        """Columns are independent: take as many at a time as stay in a core's cache, in the same memory."""
+        width = max(16, CACHED_NUMBERS // G.shape[-2] // 16 * 16)
         if G.shape[-1] <= width:
             return self._plain(K, G, damping, noise)
         U = torch.empty_like(G)
+        memory = G.new_empty(ARRAYS * G[..., :width].numel())
         for block, out in zip(G.split(width, dim=-1), U.split(width, dim=-1), strict=True):
-            out.copy_(self._plain(K, block, damping, noise))
+            arrays = memory[: ARRAYS * block.numel()].view(ARRAYS, *block.shape)
+            out.copy_(sample_cg(K, block, damping, self.iterations, self._sums, noise, arrays))
         return U
 
     def features(self, S: Tensor, B: Tensor, damping: float) -> Solution:
@@ -137,7 +142,13 @@ def feature_cg(
 
 
 def sample_cg(
-    K: Tensor, G: Tensor, damping: float, iterations: int, sums: tuple[int, ...], noise: Tensor
+    K: Tensor,
+    G: Tensor,
+    damping: float,
+    iterations: int,
+    sums: tuple[int, ...],
+    noise: Tensor,
+    arrays: Tensor,
 ) -> Tensor:
     """The recurrence of `feature_cg` on coefficients: residual `r = Aᵀρ`, search `p = Aᵀπ`, `D = AᵀU`.
 
@@ -160,32 +171,42 @@ def sample_cg(
         iterations: how many steps.
         sums: the dimensions an inner product sums over.
         noise: rounding of K's diagonal `[groups, samples]`.
+        arrays: memory to work in, `ARRAYS` times the shape of G.
 
     Returns:
-        U `[groups, samples, outputs]`.
+        U `[groups, samples, outputs]`, one of the arrays.
     """
+    U, rho, pi, K_rho, K_pi, spare = arrays.unbind()
+
+    def dot(left: Tensor, right: Tensor) -> Tensor:
+        return torch.mul(left, right, out=spare).sum(sums, keepdim=True)
+
     trace = K.diagonal(dim1=-2, dim2=-1).sum(-1)
     shortest = (trace.view(-1, 1, 1) if sums == (-2,) else trace.max()).add(damping).reciprocal()
     noise = noise.unsqueeze(-1)
-    rho, pi, K_pi = G, G, K.bmm(G)
-    squared = dot(rho, K_pi, sums)
-    U = torch.zeros_like(G)
+    scale = ones_for_zeros(torch.abs(G, out=spare).amax(sums, keepdim=True))
+    pi.copy_(torch.div(G, scale, out=rho))
+    torch.bmm(K, pi, out=K_pi)
+    squared = dot(rho, K_pi)
+    U.zero_()
     for step in range(1, iterations + 1):
-        image = K_pi.add(pi, alpha=damping)
-        length = quotient(squared, dot(K_pi, image, sums), 1 / damping)
+        image = torch.add(K_pi, pi, alpha=damping, out=K_rho)
+        length = quotient(squared, dot(K_pi, image), 1 / damping)
         if step == 1:
             length = length.clamp(max=1 / damping).maximum(shortest)
         U.addcmul_(length, pi)
         if step == iterations:
             break
-        rho = torch.addcmul(rho, length, image, value=-1)
-        K_rho = K.bmm(rho)
-        before, squared = squared, dot(rho, K_rho, sums)
-        squared.masked_fill_(squared <= dot(rho, noise * rho, sums), 0.0)
+        rho.addcmul_(length, image, value=-1)
+        torch.bmm(K, rho, out=K_rho)
+        before, squared = squared, dot(rho, K_rho)
+        squared.masked_fill_(
+            squared <= torch.mul(rho, rho, out=spare).mul_(noise).sum(sums, keepdim=True), 0.0
+        )
         ratio = quotient(squared, before, 0.0)
-        pi = torch.addcmul(rho, ratio, pi)
-        K_pi = K_rho.addcmul_(ratio, K_pi)
-    return U
+        torch.addcmul(rho, ratio, pi, out=pi)
+        torch.addcmul(K_rho, ratio, K_pi, out=K_pi)
+    return U.mul_(scale)
 
 
 def dot(left: Tensor, right: Tensor, sums: tuple[int, ...]) -> Tensor:
@@ -205,6 +226,10 @@ def quotient(numerator: Tensor, denominator: Tensor, degenerate: float) -> Tenso
 
 def normalize(B: Tensor, sums: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Split B into columns of largest entry 1 and their scale, so that squares neither over- nor underflow."""
-    scale = B.abs().amax(sums, keepdim=True)
-    scale.masked_fill_(scale.logical_not(), 1.0)
+    scale = ones_for_zeros(B.abs().amax(sums, keepdim=True))
     return B / scale, scale
+
+
+def ones_for_zeros(scale: Tensor) -> Tensor:
+    """What to divide by, in place: 1 where there is nothing but zeros."""
+    return scale.masked_fill_(scale.logical_not(), 1.0)
