@@ -10,8 +10,8 @@ from torch import Tensor
 from proxprop import kernels
 from proxprop.solve.solver import FEATURE, MATRIX_FREE, SAMPLE, Sizes, Solution, Solver
 
-CACHED_NUMBERS = 2**17
-"""Numbers of one array that a CPU works on at a time: half a megabyte, of which six are in use."""
+CACHED_NUMBERS = 2**18
+"""Numbers of one array that a CPU works on at a time: a megabyte, of which six are in use."""
 
 ARRAYS = 6
 """Arrays like G that `sample_cg` works in."""
@@ -81,7 +81,7 @@ class CG(Solver):
         return sample_cg(K, G, damping, self.iterations, self._sums, noise, arrays)
 
     def _blockwise(self, K: Tensor, G: Tensor, damping: float, noise: Tensor) -> Tensor:
-        """Columns are independent: take as many at a time as stay in a core's cache, in the same memory."""
+        """Columns are independent: take as many at a time as stay in cache, in the same memory."""
         width = max(16, CACHED_NUMBERS // G.shape[-2] // 16 * 16)
         if G.shape[-1] <= width:
             return self._plain(K, G, damping, noise)
