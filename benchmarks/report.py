@@ -49,7 +49,10 @@ LIMITS = """## Where it falls short, and what limits it
 - **GPU, small layers** (the narrow MLP): bound by launches.
 - **GPU, exact with thousands of features** (ResNet-18, the GPT-2 block): cuSOLVER's Cholesky factor and triangular
   solves run in float32 whatever the precision of the rest.
-- **CPU, multilayer perceptron**: the symmetric product for K is computed in full.
+- **CPU, multilayer perceptron**: conjugate gradients read six arrays between two products; where these do not stay in
+  the cache, which on a shared machine depends on where they happen to lie, their part of a step doubles, and the
+  quartiles are that far apart. An exact step is bound by its FLOPs.
+- **CPU, convolutions at batch 50**: bound by calls of the transforms behind a Gram matrix.
 - **GPU, peak memory**: the products of image rows need some 40 MB whatever the batch, which is more than all else
   at batch 50; and a float32 copy of the input under bf16.
 - **Eager GPU steps** are bound by the host, which takes longer to launch a kernel of ours than one of torch's.
