@@ -227,9 +227,12 @@ def test_what_is_beyond_the_paper_is_judged():
     text = document(results)
     assert "| BackProp | 1 (50.0 %) | 1 (50.0 %) | 1 (50.0 %) | diverged |" in text
     assert list(figures(results)) == ["beyond"]
-    worse = Results(beyond=beyond_rows(lambda config: 1.0 if config.solver == "backprop" else 2.0))
+    worse = replace(results, beyond=beyond_rows(lambda config: 1.0 if config.solver == "backprop" else 2.0))
     told = {v.reproduced for v in verdicts(worse)["Beyond the paper's runs"][2:5]}
     assert told == {grades.NO}
+    rows = [row for row in results.beyond if (row["solver"], row["tau"]) != ("exact", 0.1)]
+    some = verdicts(replace(results, beyond=rows))["Beyond the paper's runs"][2:6]
+    assert [v.reproduced for v in some] == [grades.NOT_RUN, grades.NOT_RUN, grades.YES, grades.YES]
 
 
 def test_tables_are_written_from_records(made, tmp_path):

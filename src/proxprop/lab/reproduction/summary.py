@@ -4,7 +4,7 @@ import math
 from functools import partial
 
 from proxprop.lab import paper
-from proxprop.lab.reproduction import words
+from proxprop.lab.reproduction import grades, words
 from proxprop.lab.reproduction.claims import Verdict, fig2, table1
 from proxprop.lab.reproduction.claims import propositions as proven
 from proxprop.lab.reproduction.claims import spectrum as readings
@@ -138,9 +138,6 @@ def _propositions(results: Results) -> str:
 
 
 def _beyond(verdict: Verdict) -> str:
-    known = verdict.correct != words.NOTHING
-    return (
-        f"{verdict.claim[0].upper()}{verdict.claim[1:]}: **{verdict.reproduced}**. {verdict.correct}."
-        if known
-        else ""
-    )
+    if verdict.reproduced == grades.NOT_RUN:
+        return ""
+    return f"{verdict.claim[0].upper()}{verdict.claim[1:]}: **{verdict.reproduced}**. {verdict.correct}."

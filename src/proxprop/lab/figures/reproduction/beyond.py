@@ -1,4 +1,4 @@
-"""What the paper's text promises but does not show: four small panels."""
+"""What the paper's text promises but does not show: small panels."""
 
 from collections.abc import Iterable
 from typing import Any

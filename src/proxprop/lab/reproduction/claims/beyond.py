@@ -1,6 +1,7 @@
 """What the paper's text promises but does not show: BatchNorm, optimizers, sensitivity to τ_θ; and batch sizes."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from proxprop.lab.reproduction import grades, words
@@ -24,7 +25,7 @@ def claims(results: Results) -> list[Verdict]:
     rows = results.beyond
     return [
         *(_batchnorm(rows, solver, results.seeds) for solver in ("cg:3", "exact")),
-        *(_optimizer(rows, name) for name in OPTIMIZERS),
+        *(_optimizer(rows, name, results.seeds) for name in OPTIMIZERS),
         _sensitive(rows),
         *(_batch(rows, solver) for solver in ("cg:3", "exact")),
     ]
@@ -55,21 +56,26 @@ def _batchnorm(rows: list[Row], solver: str, seeds: int) -> Verdict:
     )
 
 
-def _optimizer(rows: list[Row], name: str) -> Verdict:
+def _optimizer(rows: list[Row], name: str, seeds: int) -> Verdict:
     """Combines well: every solver's lowest final loss over learning rates is below BackProp's lowest."""
     part = arm(rows, **OPTIMIZERS[name])
-    best = {}
-    for solver in SOLVERS:
-        losses = {tau: loss.mean for tau, loss in over(part, "tau", solver=solver).items() if not loss.lost}
-        if losses:
-            tau = min(losses, key=lambda tau: losses[tau])
-            best[solver] = losses[tau], f"{SOLVERS[solver]} {words.number(losses[tau])} (τ = {tau:g})"
-    base = best.get("backprop", (math.nan, ""))[0]
-    lower = [loss < base for solver, (loss, _) in best.items() if solver != "backprop"]
+    found = {solver: over(part, "tau", solver=solver) for solver in SOLVERS}
+    found = {solver: losses for solver, losses in found.items() if losses}
     claim = f"{name}: ProxProp ends lower than BackProp after ten epochs, each at its best τ"
-    told = ", ".join(text for _, text in best.values()) or words.NOTHING
     said = "said, not shown" if name != "Muon" else "not in the paper"
-    return Verdict(claim, said, "", told, grades.holds(*lower) if math.isfinite(base) else grades.NOT_RUN)
+    if len(found) < 2 or not _complete(list(found.values()), seeds):
+        return Verdict(claim, said, "", "incomplete" if found else words.NOTHING, grades.NOT_RUN)
+    best = {solver: min(losses, key=lambda tau: losses[tau].mean) for solver, losses in found.items()}
+    lowest = {solver: found[solver][tau].mean for solver, tau in best.items()}
+    told = [f"{SOLVERS[s]} {_loss(loss)} (τ = {best[s]:g})" for s, loss in lowest.items()]
+    lower = [loss < lowest["backprop"] for solver, loss in lowest.items() if solver != "backprop"]
+    return Verdict(claim, said, "", ", ".join(told), grades.holds(*lower))
+
+
+def _complete(found: Sequence[Losses], seeds: int) -> bool:
+    """Whether methods were run over the same settings, with all seeds, so that their best ones can be compared."""
+    grids = {tuple(losses) for losses in found}
+    return len(grids) == 1 and all(loss.count == seeds for losses in found for loss in losses.values())
 
 
 def _sensitive(rows: list[Row]) -> Verdict:
