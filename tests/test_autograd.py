@@ -1,6 +1,7 @@
 """Ways of asking autograd: checkpointing, in-place, `torch.autograd.grad`, `torch.func`."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -98,6 +99,16 @@ def test_batched_output_gradients_equal_a_loop(solver) -> None:
     loop = [torch.autograd.grad(**ask, grad_outputs=one) for one in G]
     for found, *expected in zip(batched, *loop, strict=True):
         assert relative_error(found, torch.stack(expected)) < 1e-12
+
+
+def test_batched_output_gradients_of_a_wide_layer(monkeypatch) -> None:
+    monkeypatch.setattr(sys.modules[CG.__module__], "CACHED_NUMBERS", 1)  # so that it is wide
+    layer, G = proxprop.nn.Linear(5, 40, solver=CG(3), dtype=torch.float64), randn(2, 4, 40, seed=3)
+    output = layer(randn(4, 5, seed=4))
+    ask = {"outputs": output, "inputs": layer.weight, "retain_graph": True}
+    (batched,) = torch.autograd.grad(**ask, grad_outputs=G, is_grads_batched=True)
+    for found, one in zip(batched, G, strict=True):
+        assert relative_error(found, *torch.autograd.grad(**ask, grad_outputs=one)) < 1e-12
 
 
 @works("`retain_graph`")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cases import relative_error
 from proxprop import kernels
 from proxprop.deferred.operator import Form, Inverse
-from proxprop.solve.cg import ARRAYS, feature_cg, normalize, sample_cg
+from proxprop.solve.cg import feature_cg, normalize, sample_cg
 from proxprop.solve.exact import apply, eliminate, factorize
 from proxprop.solve.products import LEFT, RIGHT, SMALLEST_FIRST, plain_parts
 
@@ -48,7 +48,7 @@ def problem(groups: int, samples: int, features: int, outputs: int, seed: int) -
 def plain(
     K: torch.Tensor, G: torch.Tensor, damping: float, iterations: int, noise: torch.Tensor
 ) -> torch.Tensor:
-    return sample_cg(K, G, damping, iterations, (-2,), noise, G.new_empty(ARRAYS, *G.shape))
+    return sample_cg(K, G, damping, iterations, (-2,), noise)
 
 
 @inside

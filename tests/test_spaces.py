@@ -1,5 +1,7 @@
 """The space a system is solved in changes the cost, never the answer."""
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -123,3 +125,14 @@ def test_a_gradient_that_is_nearly_zero_is_still_followed(k: int) -> None:
     A, G = A.float(), G.float()
     D = solve_in(SAMPLE, CG(k), A, G, damping=1.0)
     assert bool(((A.mT.double() @ G.double()) * D.double()).sum(-2).gt(0).all())
+
+
+@pytest.mark.parametrize("outputs", [17, 32, 50])
+@pytest.mark.parametrize("iterations", [1, 2, 5])
+def test_columns_taken_in_blocks_give_the_same(monkeypatch, outputs: int, iterations: int) -> None:
+    A, G = torch.randn(2, 9, 6, dtype=torch.float64), torch.randn(2, 9, outputs, dtype=torch.float64)
+    K = A @ A.mT
+    whole = CG(iterations).samples(K, G, 0.3).value
+    monkeypatch.setattr(sys.modules[CG.__module__], "CACHED_NUMBERS", 1)  # sixteen columns, the fewest
+    blocks = CG(iterations).samples(K, G, 0.3).value
+    assert relative_error(A.mT @ blocks, A.mT @ whole) < 1e-13

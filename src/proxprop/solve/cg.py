@@ -1,6 +1,6 @@
 """A few steps of the conjugate gradient method from zero, in any space, with the same iterates in each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,6 +15,9 @@ CACHED_NUMBERS = 2**18
 
 ARRAYS = 6
 """Arrays like G that `sample_cg` works in."""
+
+NEW_ARRAYS = (None,) * ARRAYS
+"""Take new ones."""
 
 FUSED_SAMPLES = 2048
 """Most samples of which the fused kernel holds whole columns."""
@@ -72,23 +75,19 @@ class CG(Solver):
 
             return Solution(fused.sample_cg(K, G, damping, self.iterations, kernels.parts()))
         noise = torch.finfo(K.dtype).eps * K.diagonal(dim1=-2, dim2=-1)
-        if self.per_output and G.device.type == "cpu" and not torch.compiler.is_compiling():
+        if self.per_output and G.device.type == "cpu" and not is_transformed(G):
             return Solution(self._blockwise(K, G, damping, noise))
-        return Solution(self._plain(K, G, damping, noise))
-
-    def _plain(self, K: Tensor, G: Tensor, damping: float, noise: Tensor) -> Tensor:
-        arrays = G.new_empty(ARRAYS, *G.shape)
-        return sample_cg(K, G, damping, self.iterations, self._sums, noise, arrays)
+        return Solution(sample_cg(K, G, damping, self.iterations, self._sums, noise))
 
     def _blockwise(self, K: Tensor, G: Tensor, damping: float, noise: Tensor) -> Tensor:
         """Columns are independent: take as many at a time as stay in cache, in the same memory."""
         width = max(16, CACHED_NUMBERS // G.shape[-2] // 16 * 16)
         if G.shape[-1] <= width:
-            return self._plain(K, G, damping, noise)
+            return sample_cg(K, G, damping, self.iterations, self._sums, noise)
         U = torch.empty_like(G)
         memory = G.new_empty(ARRAYS * G[..., :width].numel())
         for block, out in zip(G.split(width, dim=-1), U.split(width, dim=-1), strict=True):
-            arrays = memory[: ARRAYS * block.numel()].view(ARRAYS, *block.shape)
+            arrays = memory[: ARRAYS * block.numel()].view(ARRAYS, *block.shape).unbind()
             out.copy_(sample_cg(K, block, damping, self.iterations, self._sums, noise, arrays))
         return U
 
@@ -148,7 +147,7 @@ def sample_cg(
     iterations: int,
     sums: tuple[int, ...],
     noise: Tensor,
-    arrays: Tensor,
+    arrays: Sequence[Tensor | None] = NEW_ARRAYS,
 ) -> Tensor:
     """The recurrence of `feature_cg` on coefficients: residual `r = Aᵀρ`, search `p = Aᵀπ`, `D = AᵀU`.
 
@@ -171,12 +170,12 @@ def sample_cg(
         iterations: how many steps.
         sums: the dimensions an inner product sums over.
         noise: rounding of K's diagonal `[groups, samples]`.
-        arrays: memory to work in, `ARRAYS` times the shape of G.
+        arrays: memory to work in, of G's shape each.
 
     Returns:
-        U `[groups, samples, outputs]`, one of the arrays.
+        U `[groups, samples, outputs]`, in the first of the arrays.
     """
-    U, rho, pi, K_rho, K_pi, spare = arrays.unbind()
+    for_U, for_rho, for_pi, for_K_rho, for_K_pi, spare = arrays
 
     def dot(left: Tensor, right: Tensor) -> Tensor:
         return torch.mul(left, right, out=spare).sum(sums, keepdim=True)
@@ -185,28 +184,33 @@ def sample_cg(
     shortest = (trace.view(-1, 1, 1) if sums == (-2,) else trace.max()).add(damping).reciprocal()
     noise = noise.unsqueeze(-1)
     scale = ones_for_zeros(torch.abs(G, out=spare).amax(sums, keepdim=True))
-    pi.copy_(torch.div(G, scale, out=rho))
-    torch.bmm(K, pi, out=K_pi)
+    rho = pi = torch.div(G, scale, out=for_pi)
+    K_pi = torch.bmm(K, pi, out=for_K_pi)
     squared = dot(rho, K_pi)
-    U.zero_()
+    U = torch.zeros_like(pi) if for_U is None else for_U.zero_()
     for step in range(1, iterations + 1):
-        image = torch.add(K_pi, pi, alpha=damping, out=K_rho)
+        image = torch.add(K_pi, pi, alpha=damping, out=for_K_rho)
         length = quotient(squared, dot(K_pi, image), 1 / damping)
         if step == 1:
             length = length.clamp(max=1 / damping).maximum(shortest)
         U.addcmul_(length, pi)
         if step == iterations:
             break
-        rho.addcmul_(length, image, value=-1)
-        torch.bmm(K, rho, out=K_rho)
+        rho = torch.addcmul(rho, length, image, value=-1, out=for_rho)
+        K_rho = torch.bmm(K, rho, out=for_K_rho)
         before, squared = squared, dot(rho, K_rho)
-        squared.masked_fill_(
-            squared <= torch.mul(rho, rho, out=spare).mul_(noise).sum(sums, keepdim=True), 0.0
-        )
+        rounding = torch.mul(rho, rho, out=spare).mul_(noise).sum(sums, keepdim=True)
+        squared.masked_fill_(squared <= rounding, 0.0)
         ratio = quotient(squared, before, 0.0)
-        torch.addcmul(rho, ratio, pi, out=pi)
-        torch.addcmul(K_rho, ratio, K_pi, out=K_pi)
+        pi = torch.addcmul(rho, ratio, pi, out=for_pi)
+        K_pi = torch.addcmul(K_rho, ratio, K_pi, out=for_K_pi)
     return U.mul_(scale)
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether operations on a tensor are traced or batched, which can't write where they are told to."""
+    batched = torch._C._functorch.is_batchedtensor, torch._C._functorch.is_legacy_batchedtensor
+    return torch.compiler.is_compiling() or any(kind(tensor) for kind in batched)
 
 
 def dot(left: Tensor, right: Tensor, sums: tuple[int, ...]) -> Tensor:
