@@ -31,6 +31,9 @@ from proxprop import CG, Exact
 
 PRECISIONS = ("fp32", "tf32", "bf16")
 METHODS = ("cg1", "cg3", "cg10", "exact", "adam", "muon", "isaac")
+HOPELESS = 5
+"""A pinned space is not timed if it takes so many times the FLOPs of the chosen one."""
+
 SOLVERS = {"cg1": CG(1), "cg3": CG(3), "cg10": CG(10), "exact": Exact()}
 
 
@@ -95,8 +98,12 @@ def measure(network: Network, options: argparse.Namespace, precision: str) -> li
         try:
             others = torch.cuda.memory_allocated() if options.device == "cuda" else 0
             model, step = prepare(network, method, space, options.device, precision)
-            memory[name] = peak_memory(step, options.device, others)
             predicted[name] = prediction(network, model, options.device)
+            if space and predicted[name] > HOPELESS * predicted[method]:
+                raise ValueError(
+                    f"{predicted[name] / predicted[method]:.0f} times the FLOPs of the chosen space"
+                )
+            memory[name] = peak_memory(step, options.device, others)
             steps[name] = step if options.eager or options.device == "cpu" else captured(step)
         except (RuntimeError, ImportError, ValueError) as error:
             print(f"{network.name} {name}: not timed: {str(error).splitlines()[0]}", file=sys.stderr)
