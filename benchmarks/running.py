@@ -9,6 +9,8 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import fmean, stdev
 
+from proxprop.lab.reproduction.markdown import table
+
 RESULTS = Path(__file__).parents[1] / "results"
 OVERHEAD = {
     "immediate": "immediate",
@@ -61,13 +63,10 @@ def overhead(record: dict) -> str:
     about = record["environment"]
     ratios = {(row["network"], row["method"]): (row["ratio"], row["memory"]) for row in record["rows"]}
     networks = list(dict.fromkeys(network for network, _ in ratios))
+    rows = [[name, *("{:.2f} ({:.2f})".format(*ratios[name, m]) for m in OVERHEAD)] for name in networks]
     lines = [
         STEPS.format(command=record["command"], **about),
-        table(["network", *OVERHEAD.values()]),
-        *(
-            _row(name, *("{:.2f} ({:.2f})".format(*ratios[name, method]) for method in OVERHEAD))
-            for name in networks
-        ),
+        table(["network", *OVERHEAD.values()], rows),
         "",
         "Directions of deferred mode differ from immediate mode's, in float64, relative to their norm, by at most "
         f"{max(record['agreement'].values()):.0e}.",
@@ -113,23 +112,16 @@ def fed(row: dict) -> str:
 def losses(corner: str, names: dict, cells: Cells) -> str:
     """A table of losses over learning rates, and the best of each method in words."""
     rates = sorted({rate for _, rate in cells})
-    lines = [table([corner, *(f"lr {rate:g}" for rate in rates)])]
-    best = {}
+    lines, best = [], {}
     for method, name in names.items():
         found = {rate: cells[method, rate] for rate in rates if (method, rate) in cells}
-        lines.append(_row(name, *(_spread(found.get(rate, [])) for rate in rates)))
+        lines.append([name, *(_spread(found.get(rate, [])) for rate in rates)])
         rate = min(found, key=lambda rate: fmean(found[rate]))
         best[name] = f"{name}: {_spread(found[rate])} (lr {rate:g})"
-    return "\n".join([*lines, "", f"Each at its best learning rate here: {'; '.join(best.values())}.", ""])
-
-
-def table(columns: list[str]) -> str:
-    """The head of a table."""
-    return _row(*columns) + "\n" + _row(*["---"] * len(columns))
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+    head = [corner, *(f"lr {rate:g}" for rate in rates)]
+    return "\n".join(
+        [table(head, lines), "", f"Each at its best learning rate here: {'; '.join(best.values())}.", ""]
+    )
 
 
 def _spread(values: list[float]) -> str:

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 from proxprop.settings import Settings
 from proxprop.solve import DIAGONAL, FEATURE, SAMPLE, Plan, plan
+from proxprop.solve.plan import remembered_plan
 from proxprop.transfer import Affine, Parameters, Transfer
 
 Shapes = Sequence[torch.Size | None]
@@ -93,18 +94,10 @@ class Failures:
 
 
 def planned(transfer: Transfer, settings: Settings) -> Plan:
-    """The plan for a call, looked up where there was one of the same sizes: to make it takes four times as long."""
+    """The plan for a call."""
     costs = transfer.gram_flops(), transfer.gram_price(), transfer.own_price()
     question = transfer.sizes, settings.solver, settings.space, transfer.spaces, *costs
-    if torch.compiler.is_compiling():
-        return plan(*question)
-    try:
-        return _remembered(*question)
-    except TypeError:  # a solver or a symbolic size that can't be hashed
-        return plan(*question)
-
-
-_remembered = lru_cache(maxsize=1024)(plan)
+    return plan(*question) if torch.compiler.is_compiling() else remembered_plan(*question)
 
 
 def precision(*tensors: Tensor) -> torch.dtype:
@@ -181,14 +174,15 @@ def solve(transfer: Transfer, G: Tensor, settings: Settings) -> Direction:
     if chosen.space == DIAGONAL:
         return Direction(transfer.divide(G, damping, factor), chosen, None)
     if chosen.space == SAMPLE:
-        U, failed = solver.samples(transfer.kernel(), transfer.to_samples(G), damping)
-        return Direction(transfer.gradient(transfer.from_samples(_times(U, factor))), chosen, failed)
+        U, failed = solver.samples(transfer.kernel(), transfer.to_samples(G), damping).times(factor)
+        return Direction(transfer.gradient(transfer.from_samples(U)), chosen, failed)
     B = transfer.to_features(transfer.gradient(G))
     if chosen.space == FEATURE:
-        V, failed = solver.features(transfer.gram(), B, damping)
+        found = solver.features(transfer.gram(), B, damping)
     else:
-        V, failed = solver.matrix_free(transfer.normal, B, damping)
-    return Direction(transfer.from_features(_times(V, factor)), chosen, failed)
+        found = solver.matrix_free(transfer.normal, B, damping)
+    V, failed = found.times(factor)
+    return Direction(transfer.from_features(V), chosen, failed)
 
 
 class Summing(Protocol):
@@ -262,11 +256,6 @@ def summed_once(ctx: Any, saved: Sequence[Tensor], transfer: Transfer, G: Tensor
             return [None] * call.sums
     S = summand(transfer, G, call.sampling)
     return (S,) if call.sums == 1 else (S, S.new_full((), transfer.sizes.samples))
-
-
-def _times(solution: Tensor, factor: float) -> Tensor:
-    """The solution scaled in place; untouched in the paper's scaling."""
-    return solution if factor == 1.0 else solution.mul_(factor)
 
 
 class Proximal(torch.autograd.Function):

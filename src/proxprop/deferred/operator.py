@@ -7,10 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from proxprop import kernels
 from proxprop.settings import Settings
 from proxprop.solve import Exact, Solution, Solver
-from proxprop.solve.exact import ELIMINATED_ROWS, factorize, inverse
+from proxprop.solve.exact import ELIMINATED_ROWS, eliminates, factorize, inverse
 
 
 class Operator(Protocol):
@@ -82,8 +81,7 @@ class Solve:
         """The solver's answer; M is left as it is."""
         if B.numel() == 0:
             return Solution(B)
-        found = self.solver.features(self.form.M.clone(), B, self.form.damping)
-        return Solution(found.value.mul_(self.form.factor), found.failed)
+        return self.solver.features(self.form.M.clone(), B, self.form.damping).times(self.form.factor)
 
     def scale(self) -> Tensor:
         """`factor / (λ + M)`."""
@@ -98,9 +96,7 @@ class SolveOnce(Solve):
         """The solver's answer."""
         if B.numel() == 0:
             return Solution(B)
-        found = self.solver.features(self.form.M, B, self.form.damping)
-        value = found.value if self.form.factor == 1.0 else found.value.mul_(self.form.factor)
-        return Solution(value, found.failed)
+        return self.solver.features(self.form.M, B, self.form.damping).times(self.form.factor)
 
 
 @dataclass(frozen=True)
@@ -116,7 +112,7 @@ class Inverse:
     @classmethod
     def of(cls, form: Form) -> tuple["Inverse", Tensor]:
         """Factorise and invert, and say for each group whether that failed; M is overwritten."""
-        if form.M.shape[-1] <= ELIMINATED_ROWS and kernels.take(form.M):
+        if eliminates(form.M):
             return cls.by_elimination(form)
         factor = factorize(form.M, form.damping)
         broken = (factor.info != 0)[:, None, None]

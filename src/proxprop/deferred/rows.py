@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from proxprop import kernels
 from proxprop.settings import Settings
-from proxprop.solve import FEATURE, MATRIX_FREE, SAMPLE, Exact, Sizes, Solution, plan
-from proxprop.solve.exact import ELIMINATED_ROWS, factorize
+from proxprop.solve import FEATURE, MATRIX_FREE, SAMPLE, Exact, Sizes, Solution
+from proxprop.solve.exact import inverse_factor
+from proxprop.solve.plan import remembered_plan
 from proxprop.solve.products import transposed_product
 from proxprop.transfer import LinearTransfer
 
@@ -42,7 +42,7 @@ def rows_pay(sizes: Sizes, settings: Settings) -> bool:
         return False
     if settings.space is not None:
         return settings.space == space
-    costs = plan(sizes, solver).costs
+    costs = remembered_plan(sizes, solver).costs
     with_A = 8.0 * groups * samples * features * outputs if space == SAMPLE else 0.0  # and Aᵀ, twice each
     return costs[space].effort + with_A < costs[FEATURE].effort
 
@@ -74,7 +74,7 @@ class RowSolve:
             found = solve(self.transfer, B, damping)
         else:
             found = solver.matrix_free(lambda V: adjoint(self.transfer, image(self.transfer, V)), B, damping)
-        return found if factor == 1.0 else Solution(found.value.mul_(factor), found.failed)
+        return found.times(factor)
 
     def scale(self) -> Tensor:
         """Not for rows."""
@@ -107,24 +107,3 @@ def solve(transfer: LinearTransfer, B: Tensor, damping: float) -> Solution:
     D = (B * shrink).sub_(adjoint(transfer, X)).div_(damping)
     D += adjoint(transfer, R.mT @ (R @ (X - image(transfer, D))))
     return Solution(D, failed)
-
-
-def inverse_factor(K: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """`L⁻¹` with `LLᵀ = λI + K`, and for each group whether that failed; K is overwritten.
-
-    Two products with `L⁻¹` are as accurate as two triangular solves here; one with `(LLᵀ)⁻¹` is not.
-
-    Returns:
-        `L⁻¹ [groups, samples, samples]`, the identity over `√(λ + trace K)` where it failed, NaN where K is not finite.
-    """
-    size = K.shape[-1]
-    if size <= ELIMINATED_ROWS and kernels.take(K):
-        from proxprop.kernels import cholesky
-
-        inverse, failed = cholesky.inverse_factor(K, damping)
-        return inverse[:, :size, :size], failed
-    factor = factorize(K, damping)
-    eye = torch.eye(size, dtype=K.dtype, device=K.device).expand_as(K)
-    broken, bound = factor.info != 0, factor.bound[:, None, None]
-    solved = torch.linalg.solve_triangular(factor.L, eye, upper=False)
-    return torch.where(broken[:, None, None], eye / bound.sqrt(), solved), broken & factor.bound.isfinite()

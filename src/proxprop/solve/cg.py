@@ -75,15 +75,14 @@ class CG(Solver):
 
             return Solution(fused.sample_cg(K, G, damping, self.iterations, kernels.parts()))
         noise = torch.finfo(K.dtype).eps * K.diagonal(dim1=-2, dim2=-1)
-        if self.per_output and G.device.type == "cpu" and not is_transformed(G):
-            return Solution(self._blockwise(K, G, damping, noise))
+        width = max(16, CACHED_NUMBERS // G.shape[-2] // 16 * 16)
+        wide = self.per_output and G.shape[-1] > width
+        if wide and G.device.type == "cpu" and not is_transformed(G):
+            return Solution(self._blockwise(K, G, damping, noise, width))
         return Solution(sample_cg(K, G, damping, self.iterations, self._sums, noise))
 
-    def _blockwise(self, K: Tensor, G: Tensor, damping: float, noise: Tensor) -> Tensor:
+    def _blockwise(self, K: Tensor, G: Tensor, damping: float, noise: Tensor, width: int) -> Tensor:
         """Columns are independent: take as many at a time as stay in cache, in the same memory."""
-        width = max(16, CACHED_NUMBERS // G.shape[-2] // 16 * 16)
-        if G.shape[-1] <= width:
-            return sample_cg(K, G, damping, self.iterations, self._sums, noise)
         U = torch.empty_like(G)
         memory = G.new_empty(ARRAYS * G[..., :width].numel())
         for block, out in zip(G.split(width, dim=-1), U.split(width, dim=-1), strict=True):
@@ -176,21 +175,17 @@ def sample_cg(
         U `[groups, samples, outputs]`, in the first of the arrays.
     """
     for_U, for_rho, for_pi, for_K_rho, for_K_pi, spare = arrays
-
-    def dot(left: Tensor, right: Tensor) -> Tensor:
-        return torch.mul(left, right, out=spare).sum(sums, keepdim=True)
-
     trace = K.diagonal(dim1=-2, dim2=-1).sum(-1)
     shortest = (trace.view(-1, 1, 1) if sums == (-2,) else trace.max()).add(damping).reciprocal()
     noise = noise.unsqueeze(-1)
-    scale = ones_for_zeros(torch.abs(G, out=spare).amax(sums, keepdim=True))
-    rho = pi = torch.div(G, scale, out=for_pi)
+    pi, scale = normalize(G, sums, spare, for_pi)
+    rho = pi
     K_pi = torch.bmm(K, pi, out=for_K_pi)
-    squared = dot(rho, K_pi)
+    squared = dot(rho, K_pi, sums, spare)
     U = torch.zeros_like(pi) if for_U is None else for_U.zero_()
     for step in range(1, iterations + 1):
         image = torch.add(K_pi, pi, alpha=damping, out=for_K_rho)
-        length = quotient(squared, dot(K_pi, image), 1 / damping)
+        length = quotient(squared, dot(K_pi, image, sums, spare), 1 / damping)
         if step == 1:
             length = length.clamp(max=1 / damping).maximum(shortest)
         U.addcmul_(length, pi)
@@ -198,7 +193,7 @@ def sample_cg(
             break
         rho = torch.addcmul(rho, length, image, value=-1, out=for_rho)
         K_rho = torch.bmm(K, rho, out=for_K_rho)
-        before, squared = squared, dot(rho, K_rho)
+        before, squared = squared, dot(rho, K_rho, sums, spare)
         rounding = torch.mul(rho, rho, out=spare).mul_(noise).sum(sums, keepdim=True)
         squared.masked_fill_(squared <= rounding, 0.0)
         ratio = quotient(squared, before, 0.0)
@@ -213,9 +208,9 @@ def is_transformed(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or any(kind(tensor) for kind in batched)
 
 
-def dot(left: Tensor, right: Tensor, sums: tuple[int, ...]) -> Tensor:
-    """Inner product over the dimensions `sums`, which are kept with size 1."""
-    return (left * right).sum(sums, keepdim=True)
+def dot(left: Tensor, right: Tensor, sums: tuple[int, ...], spare: Tensor | None = None) -> Tensor:
+    """Inner product over the dimensions `sums`, which are kept with size 1; an array to spare is overwritten."""
+    return torch.mul(left, right, out=spare).sum(sums, keepdim=True)
 
 
 def quotient(numerator: Tensor, denominator: Tensor, degenerate: float) -> Tensor:
@@ -228,12 +223,10 @@ def quotient(numerator: Tensor, denominator: Tensor, degenerate: float) -> Tenso
     return (numerator / denominator).masked_fill_(denominator.logical_not(), degenerate)
 
 
-def normalize(B: Tensor, sums: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def normalize(
+    B: Tensor, sums: tuple[int, ...], spare: Tensor | None = None, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Split B into columns of largest entry 1 and their scale, so that squares neither over- nor underflow."""
-    scale = ones_for_zeros(B.abs().amax(sums, keepdim=True))
-    return B / scale, scale
-
-
-def ones_for_zeros(scale: Tensor) -> Tensor:
-    """What to divide by, in place: 1 where there is nothing but zeros."""
-    return scale.masked_fill_(scale.logical_not(), 1.0)
+    scale = torch.abs(B, out=spare).amax(sums, keepdim=True)
+    scale.masked_fill_(scale.logical_not(), 1.0)
+    return torch.div(B, scale, out=out), scale

@@ -45,9 +45,14 @@ class Exact(Solver):
 
 def solve(M: Tensor, B: Tensor, damping: float) -> Solution:
     """Return `(λI + M)⁻¹B` for positive semidefinite M `[groups, size, size]`, which is overwritten."""
-    if M.shape[-1] <= ELIMINATED_ROWS and kernels.take(M):
+    if eliminates(M):
         return eliminate(M, B, damping)
     return apply(factorize(M, damping), B)
+
+
+def eliminates(M: Tensor) -> bool:
+    """Whether a GPU kernel of our own factorises `λI + M`."""
+    return M.shape[-1] <= ELIMINATED_ROWS and kernels.take(M)
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,27 @@ def factorize(M: Tensor, damping: float) -> Factor:
     identity = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
     L = torch.where(info.view(-1, 1, 1).logical_not(), L, identity)  # its inverse must not meet a zero pivot
     return Factor(L, info, bound)
+
+
+def inverse_factor(K: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """`L⁻¹` with `LLᵀ = λI + K`, and for each group whether that failed; K is overwritten.
+
+    Two products with `L⁻¹` are as accurate as two triangular solves; one with `(LLᵀ)⁻¹` is not always.
+
+    Returns:
+        `L⁻¹ [groups, samples, samples]`, the identity over `√(λ + trace K)` where it failed, NaN where K is not finite.
+    """
+    size = K.shape[-1]
+    if eliminates(K):
+        from proxprop.kernels import cholesky
+
+        inverse, failed = cholesky.inverse_factor(K, damping)
+        return inverse[:, :size, :size], failed
+    factor = factorize(K, damping)
+    eye = torch.eye(size, dtype=K.dtype, device=K.device).expand_as(K)
+    broken, bound = factor.info != 0, factor.bound[:, None, None]
+    solved = torch.linalg.solve_triangular(factor.L, eye, upper=False)
+    return torch.where(broken[:, None, None], eye / bound.sqrt(), solved), broken & factor.bound.isfinite()
 
 
 def inverse(L: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """Which space to solve in: one function that can be asked, and says why."""
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 from proxprop.solve.solver import DIAGONAL, FEATURE, MATRIX_FREE, SAMPLE, SPACES, Sizes, Solver
 
@@ -104,6 +106,17 @@ def plan(
         if costs[name].effort < costs[cheapest].effort:
             cheapest = name
     return Plan(cheapest, sizes, costs, pinned=cheapest == space)
+
+
+def remembered_plan(*question: Any) -> Plan:
+    """`plan`, looked up where it was asked the same before: to make one takes four times as long."""
+    try:
+        return _remembered(*question)
+    except TypeError:  # a solver or a symbolic size that can't be hashed
+        return plan(*question)
+
+
+_remembered = lru_cache(maxsize=1024)(plan)
 
 
 def possible_spaces(

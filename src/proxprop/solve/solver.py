@@ -37,6 +37,10 @@ class Solution(NamedTuple):
     value: Tensor
     failed: Tensor | None = None
 
+    def times(self, factor: float) -> "Solution":
+        """The value multiplied in place; untouched where the factor is 1, as in the paper's scaling."""
+        return self if factor == 1.0 else self._replace(value=self.value.mul_(factor))
+
 
 class Solver(ABC):
     """A way to solve `(λI + AᵀA) D = AᵀG`. Subclass it to bring your own.
