@@ -233,6 +233,9 @@ def test_what_is_beyond_the_paper_is_judged():
     rows = [row for row in results.beyond if (row["solver"], row["tau"]) != ("exact", 0.1)]
     some = verdicts(replace(results, beyond=rows))["Beyond the paper's runs"][2:6]
     assert [v.reproduced for v in some] == [grades.NOT_RUN, grades.NOT_RUN, grades.YES, grades.YES]
+    alone = [row for row in results.beyond if row["solver"] != "backprop"]
+    some = verdicts(replace(results, beyond=alone))["Beyond the paper's runs"][2:6]
+    assert {v.reproduced for v in some} == {grades.NOT_RUN}
 
 
 def test_tables_are_written_from_records(made, tmp_path):

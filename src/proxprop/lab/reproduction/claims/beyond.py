@@ -63,7 +63,7 @@ def _optimizer(rows: list[Row], name: str, seeds: int) -> Verdict:
     found = {solver: losses for solver, losses in found.items() if losses}
     claim = f"{name}: ProxProp ends lower than BackProp after ten epochs, each at its best τ"
     said = "said, not shown" if name != "Muon" else "not in the paper"
-    if len(found) < 2 or not _complete(list(found.values()), seeds):
+    if "backprop" not in found or len(found) < 2 or not _complete(list(found.values()), seeds):
         return Verdict(claim, said, "", "incomplete" if found else words.NOTHING, grades.NOT_RUN)
     best = {solver: min(losses, key=lambda tau: losses[tau].mean) for solver, losses in found.items()}
     lowest = {solver: found[solver][tau].mean for solver, tau in best.items()}
