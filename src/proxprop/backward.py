@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from proxprop.aside import Aside, Fork, join_last
 from proxprop.settings import Settings
 from proxprop.solve import DIAGONAL, FEATURE, SAMPLE, Plan, plan
 from proxprop.solve.plan import remembered_plan
@@ -121,6 +122,8 @@ class Call:
     """What S is added to, in deferred mode; None in immediate mode."""
     sampling: "Sampling | None" = None
     """Which rows S is estimated from, in deferred mode; None for all."""
+    aside: Aside | None = None
+    """The stream to solve on, beside the backward pass; None in line with it."""
 
     @property
     def sums(self) -> int:
@@ -295,6 +298,8 @@ class Proximal(torch.autograd.Function):
         with torch.no_grad(), no_autocast(G.device.type):
             shapes = [p[0] if t else None for p, t in zip(ctx.parameters, trained, strict=True)]
             saved = ctx.saved_tensors
+            if call.aside is not None:
+                call.aside.held.extend((G, *saved))
             transfer, precise = call.transfer(saved, G, shapes)
             found = transfer.gradient(precise) if call.sums else call.direction(transfer, precise)
             D = [d.to(p[1]) if d is not None else None for d, p in zip(found, ctx.parameters, strict=True)]
@@ -337,5 +342,12 @@ def attach_direction(
         parameters: the layer's parameters, None for one it does not have.
         sums: in deferred mode, the leaves that S and the number of samples are added to.
     """
-    result: Tensor = Proximal.apply(output, call, *[t.detach() for t in inputs], *parameters, *sums)
-    return result
+    saved = [t.detach() for t in inputs]
+    if call.aside is None:
+        result: Tensor = Proximal.apply(output, call, *saved, *parameters, *sums)
+        return result
+    join_last(parameters, call.aside)
+    with call.aside.on(output.device):
+        token = Proximal.apply(output.detach(), call, *saved, *parameters)
+    forked: Tensor = Fork.apply(output, token)
+    return forked

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
+from proxprop import aside
 from proxprop.backward import (
     Build,
     Call,
@@ -65,6 +67,10 @@ COMPUTED = {"weight", "in_proj_weight"}
 """Parameters that, where found as plain attributes, are computed by a hook."""
 
 
+_turns = count()
+"""Numbers layers, so that neighbours are solved on different streams, and a layer always on the same one."""
+
+
 def _setting(name: str) -> Any:
     """A property that reads one setting, and checks what is written to it."""
 
@@ -98,6 +104,7 @@ class ProximalLayer(nn.Module):
     _observer: Observer | None
     _planned: Planned | None
     _attached: Attachment | None
+    _turn: int
 
     solver = _setting("solver")
     tau_theta = _setting("tau_theta")
@@ -138,6 +145,7 @@ class ProximalLayer(nn.Module):
         """Take on settings; `name` is how messages call this layer."""
         self._settings, self._failures = settings, Failures(name)
         self._observer = self._planned = self._attached = None
+        self._turn = next(_turns)
 
     def _parts(self) -> dict[str, Part]:
         """The systems that calls can set up, by the name they give to `_attach`; none without a Gram matrix."""
@@ -151,7 +159,7 @@ class ProximalLayer(nn.Module):
 
     def _abandon(self) -> None:
         """Become the plain class again, without what `_adopt` set."""
-        for name in ("_settings", "_failures", "_observer", "_planned", "_attached", "_checked"):
+        for name in ("_settings", "_failures", "_observer", "_planned", "_attached", "_turn", "_checked"):
             vars(self).pop(name, None)
         self.__class__ = self.plain  # type: ignore[assignment]
 
@@ -208,6 +216,8 @@ class ProximalLayer(nn.Module):
         if self._attached is not None:
             sums = self._attached.leaves(part, output.device, precision(output, *inputs))
             call = replace(call, summing=self._attached.summing(part), sampling=self._attached.sampling(part))
+        elif self._observer is None and aside.pays(self.solver, self.spaces, output, parameters):
+            call = replace(call, aside=aside.Aside(self._turn))
         if self._planned is not None:
             self._planned(owner or self, call.plan(inputs, output, parameters))
         return attach_direction(output, call, inputs, parameters, sums)

@@ -1,0 +1,117 @@
+"""Solve beside the backward pass, on CUDA streams of their own.
+
+A factorisation is a chain of small kernels that leaves most of a GPU idle, and nothing but the optimizer waits for a
+direction. So backward forks: G goes on to the layer's input, and to a node that belongs to another stream and solves
+there, several layers at a time. The direction joins again in nodes that autograd runs after all others.
+
+    output ── Fork ──┬── the layer's own nodes ── input        the stream of the forward pass
+                     └── Proximal                              a stream of its own
+                             └── handle ── parameter           the stream of the forward pass, last
+
+Autograd itself orders all this, by the rule that it documents: a node runs on the stream that was current when it was
+made, waits for what it is given, and at its end a backward pass is complete on the caller's stream. It also tells the
+allocator of tensors that cross from one stream to another. What it does not know of is held in `Aside.held`.
+No number changes, but where three gradients or more meet in a parameter: they may be added in another order.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from proxprop.distributed import several_ranks
+from proxprop.solve import DIAGONAL, Exact, Solver
+
+STREAMS = 4
+"""How many systems are solved at a time."""
+
+
+@dataclass(frozen=True)
+class Aside:
+    """Where one call is solved.
+
+    Attributes:
+        turn: which of the streams.
+        held: what that stream reads, between fork and join: the layer's inputs, which could otherwise be freed,
+            and G, to which autograd would otherwise add another gradient in place.
+    """
+
+    turn: int
+    held: list[Tensor] = field(default_factory=list)
+
+    def on(self, device: torch.device) -> AbstractContextManager[object]:
+        """Within, nodes are made that autograd runs on that stream."""
+        return torch.cuda.stream(streams(device)[self.turn % STREAMS])
+
+
+@cache
+def streams(device: torch.device) -> Sequence[torch.cuda.Stream]:
+    """The streams of a device that systems are solved on."""
+    return [torch.cuda.Stream(device) for _ in range(STREAMS)]
+
+
+def pays(solver: Solver, spaces: Sequence[str], output: Tensor, handles: Sequence[Tensor | None]) -> bool:
+    """Whether a call should be solved aside.
+
+    It should where a factorisation leaves a GPU idle. Not where something acts on each gradient as soon as it is
+    there, for a join comes last: other ranks, or an optimizer that steps in backward. And not where reading the saved
+    inputs may compute, as a checkpoint does: others would read the outcome on their own stream.
+
+    Args:
+        solver: of the layer.
+        spaces: where the layer's system can be solved.
+        output: of the layer.
+        handles: views of the layer's parameters; without them there is nothing to join in.
+    """
+    if not isinstance(solver, Exact) or DIAGONAL in spaces or not has_streams(output):
+        return False
+    if torch.compiler.is_compiling() or several_ranks():
+        return False
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return False
+    return all(_can_wait(handle) for handle in handles if handle is not None and handle.requires_grad)
+
+
+def has_streams(tensor: Tensor) -> bool:
+    """Whether a tensor is on a device with streams; a fake one may claim to be on a device that is not there."""
+    return tensor.is_cuda and torch.cuda.is_initialized()
+
+
+def _can_wait(handle: Tensor) -> bool:
+    parameter = handle._base
+    return parameter is not None and not getattr(parameter, "_post_accumulate_grad_hooks", None)
+
+
+class Fork(torch.autograd.Function):
+    """The identity on a layer's output, whose backward hands G to the output and to a token."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, token: Tensor) -> Tensor:
+        """Return the output, detached so that an in-place activation may follow."""
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, G: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient, twice."""
+        return G, G
+
+
+def join_last(handles: Sequence[Tensor | None], aside: Aside) -> None:
+    """Let the views through which directions reach the parameters run when nothing else is left to do.
+
+    Autograd runs later nodes first, by their sequence numbers: the first of all is the last to run. When one
+    of them runs, its stream has waited for the whole solve, and what was held for it is let go.
+
+    Args:
+        handles: views of the parameters, made for this call alone.
+        aside: where it is solved.
+    """
+    for handle in handles:
+        if handle is not None and handle.requires_grad:
+            node: Any = handle.grad_fn
+            node._set_sequence_nr(0)
+            node.register_prehook(lambda directions: aside.held.clear())

@@ -1,0 +1,289 @@
+"""Directions that are solved beside the backward pass are those that are solved in line with it.
+
+On a CPU the graph of nodes and the decision are tested, without streams; the streams themselves need a GPU.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import proxprop
+from proxprop import CG, Exact, aside, backward
+from proxprop.aside import STREAMS, Aside
+from training import assert_same, directions, images, loss_of, small_model
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[Aside]:
+    """Fork on a CPU as on a GPU, though on no stream; the list grows by each fork."""
+    made: list[Aside] = []
+    monkeypatch.setattr(aside, "has_streams", lambda tensor: True)
+    monkeypatch.setattr(aside, "streams", lambda device: [None] * STREAMS)
+
+    class Noted(Aside):
+        def __init__(self, turn: int) -> None:
+            super().__init__(turn)
+            made.append(self)
+
+    monkeypatch.setattr(aside, "Aside", Noted)
+    return made
+
+
+def in_line(found: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aside, "has_streams", lambda tensor: False)
+        return found()
+
+
+@pytest.mark.parametrize("frozen", [None, "0.weight", "3.bias"])
+def test_directions_are_the_same(turns: list[Aside], frozen: str | None) -> None:
+    model = small_model(Exact())
+    if frozen:
+        model.get_parameter(frozen).requires_grad_(False)
+
+    def found() -> dict[str, Tensor]:
+        model.zero_grad()
+        loss_of(model, images()).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    beside = found()
+    assert len(turns) == 2
+    assert_same(beside, in_line(found), 0.0)
+
+
+def test_they_accumulate_over_retained_graphs_and_reach_the_input(turns: list[Aside]) -> None:
+    model, x = small_model(Exact()), images().requires_grad_()
+
+    def found() -> dict[str, Tensor]:
+        model.zero_grad()
+        x.grad = None
+        loss = loss_of(model, x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return {name: p.grad.clone() for name, p in [*model.named_parameters(), ("x", x)]}
+
+    assert_same(found(), in_line(found), 0.0)
+
+
+def test_autograd_grad_of_one_parameter_solves_for_it_alone(turns: list[Aside]) -> None:
+    model = small_model(Exact())
+
+    def found() -> dict[str, Tensor]:
+        return {"bias": torch.autograd.grad(loss_of(model, images()), model[0].bias)[0]}
+
+    assert_same(found(), in_line(found), 0.0)
+
+
+def test_neighbours_take_turns(turns: list[Aside]) -> None:
+    directions(small_model(Exact()), images())
+    first, second = turns
+    assert second.turn == first.turn + 1
+
+
+def test_joins_come_last(turns: list[Aside]) -> None:
+    """So that a stream waits for directions when it has nothing else to do."""
+    model = small_model(Exact())
+    order: list[str] = []
+    x = images().requires_grad_()
+    x.register_hook(lambda g: order.append("input"))
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda g, name=name: order.append(name))
+    loss_of(model, x).backward()
+    converted = {"0.weight", "0.bias", "3.weight", "3.bias"}
+    assert set(order[order.index("input") + 1 :]) == converted
+
+
+def test_what_a_solve_reads_is_held_until_it_joins(turns: list[Aside]) -> None:
+    """In a residual network autograd would otherwise add to G in place while it is read."""
+    layer = proxprop.nn.Linear(4, 4, solver=Exact())
+    held: list[list[Tensor]] = []
+    x = torch.randn(3, 4, requires_grad=True)
+    x.register_hook(lambda g: held.append(list(turns[0].held)))
+    (x + layer(x)).sum().backward()
+    assert [len(tensors) for tensors in held] == [2]
+    assert turns[0].held == []
+    assert held[0][0].eq(1).all()
+
+
+def test_what_needs_no_factorisation_stays_in_line(turns: list[Aside]) -> None:
+    embedding = proxprop.nn.Embedding(4, 3, solver=Exact())
+    embedding(torch.arange(4)).sum().backward()
+    directions(small_model(CG(3)), images())
+    assert turns == []
+
+
+def test_an_optimizer_in_backward_stays_in_line(turns: list[Aside]) -> None:
+    model = small_model(Exact())
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    directions(model, images())
+    assert len(turns) == 1
+
+
+def test_a_checkpoint_stays_in_line(turns: list[Aside]) -> None:
+    model = small_model(Exact())
+    directions(model, images(), lambda x: checkpoint(model, x, use_reentrant=False))
+    assert turns == []
+
+
+def test_many_ranks_an_observer_and_deferred_mode_stay_in_line(
+    turns: list[Aside], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model(Exact())
+    with proxprop.diagnostics.observe(model):
+        directions(model, images())
+    proxprop.attach(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    directions(model, images())
+    parameter = torch.randn(3, requires_grad=True)
+    asked = Exact(), model[3].spaces, images()
+    assert aside.pays(*asked, [parameter.view_as(parameter), None])
+    assert not aside.pays(*asked, [parameter])
+    monkeypatch.setattr(aside, "several_ranks", lambda: True)
+    assert not aside.pays(*asked, [parameter.view_as(parameter)])
+    assert turns == []
+
+
+def test_a_cpu_stays_in_line() -> None:
+    assert not aside.has_streams(images())
+
+
+class Branches(nn.Module):
+    """Residual branches, a layer that is called twice, and two layers that share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(48, 64), nn.Linear(64, 64), nn.Linear(64, 3)
+        self.one, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.other.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.flatten(1))
+        x = x + self.block(x) + 0.5 * x
+        x = x + torch.tanh(self.block(x))
+        return self.last(self.other(torch.tanh(self.one(x))))
+
+
+def convolutions() -> nn.Sequential:
+    conv = nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 2), nn.Flatten()
+    return nn.Sequential(*conv, nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
+
+
+MODELS = pytest.mark.parametrize("make", [Branches, convolutions])
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Solves that start a millisecond late: who does not wait for them reads what they have not written."""
+    plain = backward.solve
+
+    def late(*args: object) -> backward.Direction:
+        torch.cuda._sleep(2_000_000)
+        return plain(*args)
+
+    monkeypatch.setattr(backward, "solve", late)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
+def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    return torch.randn(100, 3, 4, 4).cuda(), torch.randn(100, 3).cuda()
+
+
+def loss_on_gpu(model: nn.Module, seed: int = 0) -> Tensor:
+    x, y = batch(seed)
+    return (model(x) - y).square().mean()
+
+
+def once(model: nn.Module) -> None:
+    loss_on_gpu(model).backward()
+
+
+def accumulated(model: nn.Module) -> None:
+    for set_to_none in (True, False):
+        model.zero_grad(set_to_none)
+        loss_on_gpu(model, 1).backward()
+        loss = loss_on_gpu(model, 2)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+def asked_for(model: nn.Module) -> None:
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(loss_on_gpu(model), parameters)
+    for parameter, gradient in zip(parameters, found, strict=True):
+        parameter.grad = gradient.clone()
+
+
+def hooked(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: 2 * gradient)
+    loss_on_gpu(model).backward()
+
+
+def trained(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for seed in range(5):
+        optimizer.zero_grad()
+        loss_on_gpu(model, seed).backward()
+        optimizer.step()
+
+
+def trained_in_backward(model: nn.Module) -> None:
+    def descend(parameter: Tensor) -> None:
+        parameter.data.sub_(parameter.grad, alpha=0.1)
+        parameter.grad = None
+
+    for seed in range(3):
+        loss = loss_on_gpu(model, seed)
+        if seed == 0:  # the first graph is there already
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(descend)
+        loss.backward()
+
+
+def trained_in_a_graph(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x, y = batch()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+
+    warm = torch.cuda.Stream()
+    warm.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm):
+        step()
+        step()
+    torch.cuda.current_stream().wait_stream(warm)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for seed in range(3):
+        x.copy_(batch(seed)[0])
+        graph.replay()
+
+
+@needs_gpu
+@MODELS
+@pytest.mark.parametrize(
+    "run", [once, accumulated, asked_for, hooked, trained, trained_in_backward, trained_in_a_graph]
+)
+def test_on_a_gpu_no_bit_is_different(
+    slow: None, make: Callable[[], nn.Module], run: Callable[[nn.Module], None]
+) -> None:
+    def found() -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = proxprop.convert(make().cuda(), Exact(), tau_theta=0.5)
+        run(model)
+        torch.cuda.synchronize()
+        parameters = dict(model.named_parameters())
+        gradients = {f"{n}.grad": p.grad for n, p in parameters.items() if p.grad is not None}
+        return {name: value.detach().clone() for name, value in (parameters | gradients).items()}
+
+    beside, wanted = found(), in_line(found)
+    assert all(torch.equal(beside[name], value) for name, value in wanted.items())
