@@ -26,7 +26,7 @@ from torch import nn
 import proxprop
 from proxprop import Exact, Running
 from proxprop.packing import pack, packed_size, unpack
-from proxprop.solve.exact import apply, factorize
+from proxprop.solve.exact import by_factor, factorize
 
 METHODS = ("backprop", "immediate", "deferred", "running-1", "running-10")
 DEFAULT = ("mlp-500", "resnet18-128", "gpt2-block-8x1024")
@@ -137,7 +137,7 @@ def piece(features: int, precision: str, device: str, samples: int = 8192) -> di
     parts = {
         "gram": lambda: A.mT @ A,
         "factor": lambda: factorize(S.clone(), 1.0),
-        "solve": lambda: apply(factor, B),
+        "solve": lambda: by_factor(factor, B.shape[-1])(B),
         "pack": lambda: pack(S, packed),
         "unpack": lambda: unpack(packed, S),
         "plain": lambda: A @ S[0],

@@ -110,6 +110,42 @@ def test_what_a_solve_reads_is_held_until_it_joins(turns: list[Aside]) -> None:
     assert held[0][0].eq(1).all()
 
 
+def prepared_during_backward(model: nn.Sequential, turns: list[Aside]) -> list[bool]:
+    """Of which calls a solve is prepared when G has come through the second layer; then of none any more."""
+    found: list[bool] = []
+    x = model[:3](images())
+    x.register_hook(lambda g: found.extend(turn.ready is not None for turn in turns))
+    model[3:](x).square().mean().backward()
+    assert not any(turn.ready for turn in turns)
+    return found
+
+
+def test_small_systems_are_prepared_before_their_turn(turns: list[Aside]) -> None:
+    assert prepared_during_backward(small_model(Exact()), turns) == [True, False]
+
+
+def test_large_systems_are_not(turns: list[Aside], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward, "PREPARED_NUMBERS", 1)
+    assert not any(prepared_during_backward(small_model(Exact()), turns))
+
+
+def test_systems_of_another_graph_are_not(turns: list[Aside]) -> None:
+    first, second = (proxprop.nn.Linear(4, 4, solver=Exact()) for _ in range(2))
+    one, other = first(torch.randn(3, 4)).sum(), second(torch.randn(3, 4)).sum()
+    one.backward()
+    assert turns[1].ready is None
+    other.backward()
+    assert second.weight.grad is not None
+
+
+def test_graphs_that_are_dropped_are_not_waited_for(turns: list[Aside]) -> None:
+    before = len(aside._waiting)
+    loss = loss_of(small_model(Exact()), images())
+    assert len(aside._waiting) == before + 2
+    del loss
+    assert len(aside._waiting) == before
+
+
 def test_what_needs_no_factorisation_stays_in_line(turns: list[Aside]) -> None:
     embedding = proxprop.nn.Embedding(4, 3, solver=Exact())
     embedding(torch.arange(4)).sum().backward()
@@ -178,13 +214,14 @@ MODELS = pytest.mark.parametrize("make", [Branches, convolutions])
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Solves that start a millisecond late: who does not wait for them reads what they have not written."""
-    plain = backward.solve
+    for name in ("prepare", "solve"):
+        plain = getattr(backward, name)
 
-    def late(*args: object) -> backward.Direction:
-        torch.cuda._sleep(2_000_000)
-        return plain(*args)
+        def late(*args: object, plain: Callable[..., object] = plain) -> object:
+            torch.cuda._sleep(2_000_000)
+            return plain(*args)
 
-    monkeypatch.setattr(backward, "solve", late)
+        monkeypatch.setattr(backward, name, late)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
 

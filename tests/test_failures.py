@@ -9,7 +9,7 @@ from torch import nn
 import proxprop
 from proxprop import Exact
 from proxprop.solve import SAMPLE
-from proxprop.solve.exact import apply, factorize
+from proxprop.solve.exact import by_factor, factorize
 
 
 def indefinite(groups: int = 1) -> torch.Tensor:
@@ -19,7 +19,7 @@ def indefinite(groups: int = 1) -> torch.Tensor:
 
 def test_substitute_is_the_gradient_over_an_upper_bound_of_the_spectrum() -> None:
     B = torch.tensor([[[3.0], [1.0]]])
-    solution = apply(factorize(indefinite(), damping=0.5), B)
+    solution = by_factor(factorize(indefinite(), damping=0.5), B.shape[-1])(B)
     assert solution.failed.tolist() == [True]
     assert torch.allclose(solution.value, B / 2.5)
 
@@ -27,7 +27,7 @@ def test_substitute_is_the_gradient_over_an_upper_bound_of_the_spectrum() -> Non
 def test_only_the_failed_group_is_replaced() -> None:
     M = torch.stack([indefinite()[0], torch.eye(2)])
     B = torch.ones(2, 2, 1)
-    solution = apply(factorize(M, damping=0.5), B)
+    solution = by_factor(factorize(M, damping=0.5), B.shape[-1])(B)
     assert solution.failed.tolist() == [True, False]
     assert torch.allclose(solution.value[1], B[1] / 1.5)
 
@@ -77,6 +77,6 @@ def test_an_exactly_zero_pivot_does_not_stop_training(outputs: int) -> None:
 def test_a_singular_matrix_is_replaced_whatever_the_number_of_outputs() -> None:
     for outputs in (1, 5):
         B = torch.ones(1, 2, outputs)
-        solution = apply(factorize(-torch.eye(2)[None], damping=1.0), B)
+        solution = by_factor(factorize(-torch.eye(2)[None], damping=1.0), B.shape[-1])(B)
         assert solution.failed.tolist() == [True]
         assert torch.allclose(solution.value, B / -1.0)

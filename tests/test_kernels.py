@@ -15,7 +15,7 @@ from cases import relative_error
 from proxprop import kernels
 from proxprop.deferred.operator import Form, Inverse
 from proxprop.solve.cg import feature_cg, normalize, sample_cg
-from proxprop.solve.exact import apply, eliminate, factorize
+from proxprop.solve.exact import by_elimination, by_factor, factorize
 from proxprop.solve.products import LEFT, RIGHT, SMALLEST_FIRST, plain_parts
 
 pytest.importorskip("triton")
@@ -179,10 +179,10 @@ def test_elimination_equals_its_twin(groups: int, size: int, outputs: int) -> No
     generator = torch.Generator().manual_seed(size)
     A = torch.randn(groups, size, size + 3, generator=generator)
     M, B = A @ A.mT, torch.randn(groups, size, outputs, generator=generator)
-    found = eliminate(M, B, damping=0.5)
+    found = by_elimination(M, 0.5, outputs)(B)
     exact = torch.linalg.solve(M.double() + 0.5 * torch.eye(size), B.double())
     assert relative_error(found.value.double(), exact) < 1e-4
-    assert relative_error(found.value, apply(factorize(M.clone(), 0.5), B).value) < 1e-4
+    assert relative_error(found.value, by_factor(factorize(M.clone(), 0.5), outputs)(B).value) < 1e-4
     assert not bool(found.failed.any())
 
 
@@ -192,7 +192,7 @@ def test_elimination_fails_like_its_twin(entry: float) -> None:
     M = torch.eye(20).repeat(2, 1, 1)
     M[1, 18, 18] = entry
     B = torch.randn(2, 20, 3, generator=torch.Generator().manual_seed(0))
-    found, twin = eliminate(M, B, damping=1.0), apply(factorize(M.clone(), 1.0), B)
+    found, twin = by_elimination(M, 1.0, 3)(B), by_factor(factorize(M.clone(), 1.0), 3)(B)
     assert torch.equal(found.failed, twin.failed)
     torch.testing.assert_close(found.value, twin.value, equal_nan=True)
 

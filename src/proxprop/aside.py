@@ -8,29 +8,32 @@ there, several layers at a time. The direction joins again in nodes that autogra
                      └── Proximal                              a stream of its own
                              └── handle ── parameter           the stream of the forward pass, last
 
+K, S and their factors do not wait for G: the first Fork that runs has all small systems of its backward pass prepared.
+
 Autograd itself orders all this, by the rule that it documents: a node runs on the stream that was current when it was
 made, waits for what it is given, and at its end a backward pass is complete on the caller's stream. It also tells the
 allocator of tensors that cross from one stream to another. What it does not know of is held in `Aside.held`.
 No number changes, but where three gradients or more meet in a parameter: they may be added in another order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from proxprop.distributed import several_ranks
-from proxprop.solve import DIAGONAL, Exact, Solver
+from proxprop.solve import DIAGONAL, Exact, Solution, Solver
 
 STREAMS = 4
 """How many systems are solved at a time."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Aside:
     """Where one call is solved.
 
@@ -38,18 +41,34 @@ class Aside:
         turn: which of the streams.
         held: what that stream reads, between fork and join: the layer's inputs, which could otherwise be freed,
             and G, to which autograd would otherwise add another gradient in place.
+        ready: what was prepared for the solve.
     """
 
     turn: int
     held: list[Tensor] = field(default_factory=list)
+    ready: Callable[[Tensor], Solution] | None = None
 
     def on(self, device: torch.device) -> AbstractContextManager[object]:
         """Within, nodes are made that autograd runs on that stream."""
-        return torch.cuda.stream(streams(device)[self.turn % STREAMS])
+        return torch.cuda.stream(self._stream(device))
+
+    def after_this(self, device: torch.device) -> AbstractContextManager[object]:
+        """Within, that stream works on what the current stream has done so far."""
+        if (stream := self._stream(device)) is not None:
+            stream.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(stream)
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        return streams(device)[self.turn % STREAMS]
+
+    def take(self) -> Callable[[Tensor], Solution] | None:
+        """What was prepared, which is forgotten here."""
+        ready, self.ready = self.ready, None
+        return ready
 
 
 @cache
-def streams(device: torch.device) -> Sequence[torch.cuda.Stream]:
+def streams(device: torch.device) -> Sequence[torch.cuda.Stream | None]:
     """The streams of a device that systems are solved on."""
     return [torch.cuda.Stream(device) for _ in range(STREAMS)]
 
@@ -86,6 +105,15 @@ def _can_wait(handle: Tensor) -> bool:
     return parameter is not None and not getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
+_waiting: "WeakKeyDictionary[Any, Callable[[Any], None]]" = WeakKeyDictionary()
+"""Nodes that no backward pass has come to, and what prepares each."""
+
+
+def wait(node: Any, prepare: Callable[[Any], None]) -> None:
+    """Have a node prepared when a backward pass that comes to it begins."""
+    _waiting[node] = prepare
+
+
 class Fork(torch.autograd.Function):
     """The identity on a layer's output, whose backward hands G to the output and to a token."""
 
@@ -97,7 +125,15 @@ class Fork(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, G: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient, twice."""
+        _prepare_all()
         return G, G
+
+
+def _prepare_all() -> None:
+    """Prepare what this backward pass will come to, the first to be needed first."""
+    due = [node for node in list(_waiting) if torch._C._will_engine_execute_node(node)]
+    for node in sorted(due, key=lambda node: -node._sequence_nr()):
+        _waiting.pop(node)(node)
 
 
 def join_last(handles: Sequence[Tensor | None], aside: Aside) -> None:

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from proxprop.aside import Aside, Fork, join_last
+from proxprop.aside import Aside, Fork, join_last, wait
 from proxprop.settings import Settings
-from proxprop.solve import DIAGONAL, FEATURE, SAMPLE, Plan, plan
+from proxprop.solve import DIAGONAL, FEATURE, SAMPLE, Plan, Solution, plan
 from proxprop.solve.plan import remembered_plan
 from proxprop.transfer import Affine, Parameters, Transfer
 
 Shapes = Sequence[torch.Size | None]
+
+PREPARED_NUMBERS = 2**20
+"""Most numbers of a system that is prepared before its layer's turn in a backward pass."""
 
 
 class Build(Protocol):
@@ -150,20 +153,34 @@ class Call:
 
     def direction(self, transfer: Transfer, G: Tensor) -> Parameters:
         """The solved direction; a failure is noted and an observer shown."""
-        direction = solve(transfer, G, self.settings)
+        ready = self.aside.take() if self.aside is not None else None
+        direction = solve(transfer, G, self.settings, ready)
         self.failures.note(direction.failed)
         if self.observer is not None:
             self.observer(transfer, G, direction, self.settings)
         return direction.parameters
 
 
-def solve(transfer: Transfer, G: Tensor, settings: Settings) -> Direction:
+Ready = Callable[[Tensor], Solution]
+"""Solves for a right-hand side, in the planned space."""
+
+
+def prepare(transfer: Transfer, settings: Settings) -> Ready:
+    """Do all of a solve in sample or feature space that needs the layer's input alone."""
+    samples, outputs = transfer.sizes.samples, transfer.sizes.outputs
+    space = planned(transfer, settings).space
+    M = transfer.kernel() if space == SAMPLE else transfer.gram()
+    return settings.solver.prepared(space, M, settings.damping(samples), outputs)
+
+
+def solve(transfer: Transfer, G: Tensor, settings: Settings, ready: Ready | None = None) -> Direction:
     """Solve one layer's system: `D = (λI + AᵀA)⁻¹AᵀG` in the planned space.
 
     Args:
         transfer: the layer's call.
         G: gradient of the loss at the layer's output, in the output's layout.
         settings: the user's choices.
+        ready: what was prepared for it.
 
     Returns:
         The direction, in the shapes of the layer's parameters.
@@ -171,19 +188,19 @@ def solve(transfer: Transfer, G: Tensor, settings: Settings) -> Direction:
     samples = transfer.sizes.samples
     chosen = planned(transfer, settings)
     damping, factor = settings.damping(samples), settings.factor(samples)
-    solver = settings.solver
     if samples == 0 or transfer.sizes.features == 0:
         return Direction(transfer.gradient(G), chosen, None)
     if chosen.space == DIAGONAL:
         return Direction(transfer.divide(G, damping, factor), chosen, None)
     if chosen.space == SAMPLE:
-        U, failed = solver.samples(transfer.kernel(), transfer.to_samples(G), damping).times(factor)
+        ready = ready or prepare(transfer, settings)
+        U, failed = ready(transfer.to_samples(G)).times(factor)
         return Direction(transfer.gradient(transfer.from_samples(U)), chosen, failed)
     B = transfer.to_features(transfer.gradient(G))
     if chosen.space == FEATURE:
-        found = solver.features(transfer.gram(), B, damping)
+        found = (ready or prepare(transfer, settings))(B)
     else:
-        found = solver.matrix_free(transfer.normal, B, damping)
+        found = settings.solver.matrix_free(transfer.normal, B, damping)
     V, failed = found.times(factor)
     return Direction(transfer.from_features(V), chosen, failed)
 
@@ -283,6 +300,7 @@ class Proximal(torch.autograd.Function):
         ctx.save_for_backward(*tensors[: call.inputs])
         parameters = tensors[call.inputs : len(tensors) - call.sums]
         ctx.parameters = [(p.shape, p.dtype) if p is not None else None for p in parameters]
+        ctx.output = output.shape, output.dtype
         return output.detach()
 
     @staticmethod
@@ -294,17 +312,38 @@ class Proximal(torch.autograd.Function):
                 "create_graph=True asks for it. Use proxprop.revert(model) for gradient penalties and Hessians"
             )
         call: Call = ctx.call
-        trained = ctx.needs_input_grad[2 + call.inputs :][: len(ctx.parameters)]
         with torch.no_grad(), no_autocast(G.device.type):
-            shapes = [p[0] if t else None for p, t in zip(ctx.parameters, trained, strict=True)]
             saved = ctx.saved_tensors
             if call.aside is not None:
                 call.aside.held.extend((G, *saved))
-            transfer, precise = call.transfer(saved, G, shapes)
+            transfer, precise = call.transfer(saved, G, trained_shapes(ctx))
             found = transfer.gradient(precise) if call.sums else call.direction(transfer, precise)
             D = [d.to(p[1]) if d is not None else None for d, p in zip(found, ctx.parameters, strict=True)]
             sums = summed_once(ctx, saved, transfer, precise)
         return (G, None, *[None] * call.inputs, *D, *sums)
+
+
+def trained_shapes(ctx: Any) -> Shapes:
+    """The shapes of a node's parameters, None for one that this backward pass gives nothing to."""
+    trained = ctx.needs_input_grad[2 + ctx.call.inputs :][: len(ctx.parameters)]
+    return [p[0] if t else None for p, t in zip(ctx.parameters, trained, strict=True)]
+
+
+def prepare_aside(ctx: Any) -> None:
+    """Prepare the solve of a node that is still to be run, on its stream, if the system is small.
+
+    Those of a whole model are held at once. Larger ones also keep a GPU busy by themselves.
+    """
+    call, saved, (shape, dtype) = ctx.call, ctx.saved_tensors, ctx.output
+    device = saved[0].device
+    with torch.no_grad(), no_autocast(device.type), call.aside.after_this(device):
+        output = torch.empty((), dtype=dtype, device=device).expand(shape)
+        transfer, _ = call.transfer(saved, output, trained_shapes(ctx))
+        groups, samples, features, _ = transfer.sizes
+        space = planned(transfer, call.settings).space
+        size = {SAMPLE: samples, FEATURE: features}.get(space, 0)
+        if 0 < groups * size**2 <= PREPARED_NUMBERS and samples and features:
+            call.aside.ready = prepare(transfer, call.settings)
 
 
 def refuse_transforms(layer: str) -> None:
@@ -349,5 +388,6 @@ def attach_direction(
     join_last(parameters, call.aside)
     with call.aside.on(output.device):
         token = Proximal.apply(output.detach(), call, *saved, *parameters)
+    wait(token.grad_fn, prepare_aside)
     forked: Tensor = Fork.apply(output, token)
     return forked

@@ -1,6 +1,8 @@
 """The exact solution, by one Cholesky factorisation in sample or feature space."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -34,6 +36,10 @@ class Exact(Solver):
         size = sizes.samples if space == SAMPLE else sizes.features
         return sizes.groups * (size**3 / 3 + 2.0 * size**2 * sizes.outputs)
 
+    def prepared(self, space: str, M: Tensor, damping: float, outputs: int) -> Callable[[Tensor], Solution]:
+        """Factorise, whatever the space."""
+        return prepared(M, damping, outputs)
+
     def samples(self, K: Tensor, G: Tensor, damping: float) -> Solution:
         """Return `U = (λI + K)⁻¹G`."""
         return solve(K, G, damping)
@@ -45,9 +51,14 @@ class Exact(Solver):
 
 def solve(M: Tensor, B: Tensor, damping: float) -> Solution:
     """Return `(λI + M)⁻¹B` for positive semidefinite M `[groups, size, size]`, which is overwritten."""
+    return prepared(M, damping, B.shape[-1])(B)
+
+
+def prepared(M: Tensor, damping: float, outputs: int) -> Callable[[Tensor], Solution]:
+    """Return `B -> (λI + M)⁻¹B` for B with so many columns; M is overwritten."""
     if eliminates(M):
-        return eliminate(M, B, damping)
-    return apply(factorize(M, damping), B)
+        return by_elimination(M, damping, outputs)
+    return by_factor(factorize(M, damping), outputs)
 
 
 def eliminates(M: Tensor) -> bool:
@@ -119,34 +130,34 @@ def _triangular_solves(L: Tensor, B: Tensor) -> Tensor:
     return solved
 
 
-def apply(factor: Factor, B: Tensor) -> Solution:
-    """Return `(λI + M)⁻¹B`; where the factorisation failed, `B / (λ + trace M)` instead.
+def by_factor(factor: Factor, outputs: int) -> Callable[[Tensor], Solution]:
+    """Return `B -> (λI + M)⁻¹B`; where the factorisation failed, `B / (λ + trace M)` instead.
 
     The substitute is the gradient at a step that cannot overshoot: a descent direction that is linear in B
     and costs no synchronisation to choose. Non-finite entries of M or B make non-finite entries here.
     """
-    size, outputs = B.shape[-2:]
-    solved = inverse(factor.L).bmm(B) if outputs >= size else _triangular_solves(factor.L, B)
+    many = outputs >= factor.L.shape[-1]
+    multiply = inverse(factor.L).bmm if many else partial(_triangular_solves, factor.L)
     intact = factor.info.logical_not()
-    divisor = factor.bound.masked_fill(intact, 1.0)  # L is the identity elsewhere
-    return Solution(solved.div_(divisor.view(-1, 1, 1)), failed=(intact | factor.bound.isnan()).logical_not())
+    divisor = factor.bound.masked_fill(intact, 1.0).view(-1, 1, 1)  # L is the identity elsewhere
+    failed = (intact | factor.bound.isnan()).logical_not()
+    return lambda B: Solution(multiply(B).div_(divisor), failed)
 
 
-def eliminate(M: Tensor, B: Tensor, damping: float) -> Solution:
-    """`apply(factorize(M, damping), B)` by a GPU kernel of our own for small systems.
+def by_elimination(M: Tensor, damping: float, outputs: int) -> Callable[[Tensor], Solution]:
+    """`prepared` by a GPU kernel of our own for small systems.
 
     A failure is substituted in the factor, where there is less of it: `L⁻¹ = I/√bound` gives `B / bound`.
     """
     from proxprop.kernels import cholesky
 
     inverse_L, failed = cholesky.inverse_factor(M, damping)
-    size, outputs = B.shape[-2:]
+    size = M.shape[-1]
     rows = inverse_L[..., :size]
     if outputs < size:
-        value = rows.mT @ (rows @ B)
-    elif len(B) == 1:
-        inverse = rows[0].mT @ inverse_L[0]  # padded columns, as tensor cores want them
-        value = transposed_product(inverse, B[0])[None, :size]
-    else:
-        value = rows.mT @ rows @ B
-    return Solution(value, failed)
+        return lambda B: Solution(rows.mT @ (rows @ B), failed)
+    if len(M) == 1:
+        padded = rows[0].mT @ inverse_L[0]  # padded columns, as tensor cores want them
+        return lambda B: Solution(transposed_product(padded, B[0])[None, :size], failed)
+    inverse = rows.mT @ rows
+    return lambda B: Solution(inverse @ B, failed)

@@ -54,6 +54,20 @@ class Solver(ABC):
     def flops(self, sizes: Sizes, space: str) -> float:
         """FLOPs of the solve in `space`, once K or S is there."""
 
+    def prepared(self, space: str, M: Tensor, damping: float, outputs: int) -> Callable[[Tensor], Solution]:
+        """What solves in sample or feature space, given K or S, which may be overwritten.
+
+        Override it to do there and then what need not wait for a right-hand side.
+
+        Args:
+            space: which of the two.
+            M: K or S.
+            damping: λ.
+            outputs: columns of the right-hand side.
+        """
+        method = self.samples if space == SAMPLE else self.features
+        return lambda right: method(M, right, damping)
+
     def samples(self, K: Tensor, G: Tensor, damping: float) -> Solution:
         """Return U with `D = AᵀU`, given `K = AAᵀ`, which may be overwritten, and `G`."""
         raise NotImplementedError(f"{self!r} does not work in sample space")
