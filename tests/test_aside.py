@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import proxprop
 from proxprop import CG, Exact, aside, backward
 from proxprop.aside import STREAMS, Aside
+from proxprop.solve import Solver
 from training import assert_same, directions, images, loss_of, small_model
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -40,9 +41,10 @@ def in_line(found: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         return found()
 
 
+@pytest.mark.parametrize("solver", [Exact(), CG(1), CG(3)])
 @pytest.mark.parametrize("frozen", [None, "0.weight", "3.bias"])
-def test_directions_are_the_same(turns: list[Aside], frozen: str | None) -> None:
-    model = small_model(Exact())
+def test_directions_are_the_same(turns: list[Aside], frozen: str | None, solver: Solver) -> None:
+    model = small_model(solver)
     if frozen:
         model.get_parameter(frozen).requires_grad_(False)
 
@@ -110,23 +112,28 @@ def test_what_a_solve_reads_is_held_until_it_joins(turns: list[Aside]) -> None:
     assert held[0][0].eq(1).all()
 
 
-def prepared_during_backward(model: nn.Sequential, turns: list[Aside]) -> list[bool]:
-    """Of which calls a solve is prepared when G has come through the second layer; then of none any more."""
+def prepared_during_backward(turns: list[Aside], samples: int) -> list[bool]:
+    """Of which of two calls a solve is prepared when G has come through the second; then of none any more."""
+    first, second = (proxprop.nn.Linear(16, 16, solver=Exact()) for _ in range(2))
     found: list[bool] = []
-    x = model[:3](images())
+    x = torch.tanh(first(torch.randn(samples, 16)))
     x.register_hook(lambda g: found.extend(turn.ready is not None for turn in turns))
-    model[3:](x).square().mean().backward()
+    second(x).square().mean().backward()
     assert not any(turn.ready for turn in turns)
     return found
 
 
-def test_small_systems_are_prepared_before_their_turn(turns: list[Aside]) -> None:
-    assert prepared_during_backward(small_model(Exact()), turns) == [True, False]
+def test_systems_in_sample_space_are_prepared_before_their_turn(turns: list[Aside]) -> None:
+    assert prepared_during_backward(turns, samples=3) == [True, False]
 
 
-def test_large_systems_are_not(turns: list[Aside], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward, "PREPARED_NUMBERS", 1)
-    assert not any(prepared_during_backward(small_model(Exact()), turns))
+def test_others_are_not(turns: list[Aside]) -> None:
+    assert prepared_during_backward(turns, samples=100) == [False, False]
+
+
+def test_nor_are_large_ones(turns: list[Aside], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward, "PREPARED_ROWS", 2)
+    assert prepared_during_backward(turns, samples=3) == [False, False]
 
 
 def test_systems_of_another_graph_are_not(turns: list[Aside]) -> None:
@@ -140,17 +147,25 @@ def test_systems_of_another_graph_are_not(turns: list[Aside]) -> None:
 
 def test_graphs_that_are_dropped_are_not_waited_for(turns: list[Aside]) -> None:
     before = len(aside._waiting)
-    loss = loss_of(small_model(Exact()), images())
-    assert len(aside._waiting) == before + 2
+    loss = proxprop.nn.Linear(4, 4, solver=Exact())(torch.randn(3, 4)).sum()
+    assert len(aside._waiting) == before + 1
     del loss
     assert len(aside._waiting) == before
 
 
-def test_what_needs_no_factorisation_stays_in_line(turns: list[Aside]) -> None:
+def test_what_is_only_divided_stays_in_line(turns: list[Aside]) -> None:
     embedding = proxprop.nn.Embedding(4, 3, solver=Exact())
     embedding(torch.arange(4)).sum().backward()
-    directions(small_model(CG(3)), images())
     assert turns == []
+
+
+def test_large_systems_stay_in_line(turns: list[Aside], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aside, "MOST_UNKNOWNS", 6 * 8)  # the linear layer's output
+    directions(small_model(Exact()), images())
+    assert len(turns) == 2
+    monkeypatch.setattr(aside, "MOST_UNKNOWNS", 6 * 8 - 1)
+    directions(small_model(Exact()), images())
+    assert len(turns) == 3
 
 
 def test_an_optimizer_in_backward_stays_in_line(turns: list[Aside]) -> None:
@@ -175,7 +190,7 @@ def test_many_ranks_an_observer_and_deferred_mode_stay_in_line(
     proxprop.attach(torch.optim.SGD(model.parameters(), lr=0.1), model)
     directions(model, images())
     parameter = torch.randn(3, requires_grad=True)
-    asked = Exact(), model[3].spaces, images()
+    asked = model[3].spaces, images()
     assert aside.pays(*asked, [parameter.view_as(parameter), None])
     assert not aside.pays(*asked, [parameter])
     monkeypatch.setattr(aside, "several_ranks", lambda: True)
@@ -310,12 +325,13 @@ def trained_in_a_graph(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     "run", [once, accumulated, asked_for, hooked, trained, trained_in_backward, trained_in_a_graph]
 )
+@pytest.mark.parametrize("solver", [Exact(), CG(3)])
 def test_on_a_gpu_no_bit_is_different(
-    slow: None, make: Callable[[], nn.Module], run: Callable[[nn.Module], None]
+    slow: None, make: Callable[[], nn.Module], run: Callable[[nn.Module], None], solver: Solver
 ) -> None:
     def found() -> dict[str, Tensor]:
         torch.manual_seed(0)
-        model = proxprop.convert(make().cuda(), Exact(), tau_theta=0.5)
+        model = proxprop.convert(make().cuda(), solver, tau_theta=0.5)
         run(model)
         torch.cuda.synchronize()
         parameters = dict(model.named_parameters())

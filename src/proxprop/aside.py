@@ -1,14 +1,14 @@
 """Solve beside the backward pass, on CUDA streams of their own.
 
-A factorisation is a chain of small kernels that leaves most of a GPU idle, and nothing but the optimizer waits for a
-direction. So backward forks: G goes on to the layer's input, and to a node that belongs to another stream and solves
-there, several layers at a time. The direction joins again in nodes that autograd runs after all others.
+A solve is a chain of kernels, many of them small, that leaves much of a GPU idle, and nothing but the optimizer waits
+for a direction. So backward forks: G goes on to the layer's input, and to a node that belongs to another stream and
+solves there, several layers at a time. The direction joins again in nodes that autograd runs after all others.
 
     output ── Fork ──┬── the layer's own nodes ── input        the stream of the forward pass
                      └── Proximal                              a stream of its own
                              └── handle ── parameter           the stream of the forward pass, last
 
-K, S and their factors do not wait for G: the first Fork that runs has all small systems of its backward pass prepared.
+K and its factor do not wait for G: the first Fork that runs has all small ones of its backward pass prepared.
 
 Autograd itself orders all this, by the rule that it documents: a node runs on the stream that was current when it was
 made, waits for what it is given, and at its end a backward pass is complete on the caller's stream. It also tells the
@@ -27,10 +27,13 @@ import torch
 from torch import Tensor
 
 from proxprop.distributed import several_ranks
-from proxprop.solve import DIAGONAL, Exact, Solution, Solver
+from proxprop.solve import DIAGONAL, Solution
 
 STREAMS = 4
 """How many systems are solved at a time."""
+
+MOST_UNKNOWNS = 2**23
+"""Of a system that is solved aside: others are at the same time, each with a few arrays of that size."""
 
 
 @dataclass(eq=False)
@@ -73,26 +76,26 @@ def streams(device: torch.device) -> Sequence[torch.cuda.Stream | None]:
     return [torch.cuda.Stream(device) for _ in range(STREAMS)]
 
 
-def pays(solver: Solver, spaces: Sequence[str], output: Tensor, handles: Sequence[Tensor | None]) -> bool:
+def pays(spaces: Sequence[str], output: Tensor, handles: Sequence[Tensor | None]) -> bool:
     """Whether a call should be solved aside.
 
-    It should where a factorisation leaves a GPU idle. Not where something acts on each gradient as soon as it is
-    there, for a join comes last: other ranks, or an optimizer that steps in backward. And not where reading the saved
-    inputs may compute, as a checkpoint does: others would read the outcome on their own stream.
+    Not where there is nothing to solve but a division, or so much that it fills a GPU's memory. Not where something
+    acts on each gradient as soon as it is there, for a join comes last: other ranks, or an optimizer that steps in
+    backward. And not where reading the saved inputs may compute, as a checkpoint does: others would read the outcome
+    on their own stream.
 
     Args:
-        solver: of the layer.
         spaces: where the layer's system can be solved.
         output: of the layer.
         handles: views of the layer's parameters; without them there is nothing to join in.
     """
-    if not isinstance(solver, Exact) or DIAGONAL in spaces or not has_streams(output):
-        return False
-    if torch.compiler.is_compiling() or several_ranks():
+    if DIAGONAL in spaces or not has_streams(output) or torch.compiler.is_compiling() or several_ranks():
         return False
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return False
-    return all(_can_wait(handle) for handle in handles if handle is not None and handle.requires_grad)
+    trained = [handle for handle in handles if handle is not None and handle.requires_grad]
+    unknowns = min(output.numel(), sum(handle.numel() for handle in trained))
+    return unknowns <= MOST_UNKNOWNS and all(_can_wait(handle) for handle in trained)
 
 
 def has_streams(tensor: Tensor) -> bool:

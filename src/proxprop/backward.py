@@ -20,8 +20,8 @@ from proxprop.transfer import Affine, Parameters, Transfer
 
 Shapes = Sequence[torch.Size | None]
 
-PREPARED_NUMBERS = 2**20
-"""Most numbers of a system that is prepared before its layer's turn in a backward pass."""
+PREPARED_ROWS = 1024
+"""Most rows of a layer's output for which a solve is prepared before its turn in a backward pass."""
 
 
 class Build(Protocol):
@@ -330,19 +330,16 @@ def trained_shapes(ctx: Any) -> Shapes:
 
 
 def prepare_aside(ctx: Any) -> None:
-    """Prepare the solve of a node that is still to be run, on its stream, if the system is small.
+    """Prepare the solve of a node that is still to be run, on its stream, if that is in sample space.
 
-    Those of a whole model are held at once. Larger ones also keep a GPU busy by themselves.
+    In feature space S is a product over many samples, which would stand in the way of the first of the backward pass.
     """
     call, saved, (shape, dtype) = ctx.call, ctx.saved_tensors, ctx.output
     device = saved[0].device
     with torch.no_grad(), no_autocast(device.type), call.aside.after_this(device):
         output = torch.empty((), dtype=dtype, device=device).expand(shape)
         transfer, _ = call.transfer(saved, output, trained_shapes(ctx))
-        groups, samples, features, _ = transfer.sizes
-        space = planned(transfer, call.settings).space
-        size = {SAMPLE: samples, FEATURE: features}.get(space, 0)
-        if 0 < groups * size**2 <= PREPARED_NUMBERS and samples and features:
+        if transfer.sizes.features and planned(transfer, call.settings).space == SAMPLE:
             call.aside.ready = prepare(transfer, call.settings)
 
 
@@ -388,6 +385,7 @@ def attach_direction(
     join_last(parameters, call.aside)
     with call.aside.on(output.device):
         token = Proximal.apply(output.detach(), call, *saved, *parameters)
-    wait(token.grad_fn, prepare_aside)
+    if 0 < output.numel() <= PREPARED_ROWS * output.shape[-1]:  # they are all held at once
+        wait(token.grad_fn, prepare_aside)
     forked: Tensor = Fork.apply(output, token)
     return forked

@@ -216,7 +216,7 @@ class ProximalLayer(nn.Module):
         if self._attached is not None:
             sums = self._attached.leaves(part, output.device, precision(output, *inputs))
             call = replace(call, summing=self._attached.summing(part), sampling=self._attached.sampling(part))
-        elif self._observer is None and aside.pays(self.solver, self.spaces, output, parameters):
+        elif self._observer is None and aside.pays(self.spaces, output, parameters):
             call = replace(call, aside=aside.Aside(self._turn))
         if self._planned is not None:
             self._planned(owner or self, call.plan(inputs, output, parameters))
