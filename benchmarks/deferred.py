@@ -20,7 +20,7 @@ from statistics import median
 
 import torch
 from networks import NETWORKS, Network
-from step import Row, environment, make_optimizers, peak_memory, row
+from step import Row, environment, held_memory, make_optimizers, peak_memory, row
 from torch import nn
 
 import proxprop
@@ -78,7 +78,7 @@ def measure(network: Network, precision: str, options: argparse.Namespace) -> li
     """Time every method on one network, round by round."""
     steps, memory = {}, {}
     for method in METHODS:
-        others = torch.cuda.memory_allocated() if options.device == "cuda" else 0
+        others = held_memory(options.device)
         _, steps[method] = prepare(network, method, options.device)
         memory[method] = peak_memory(steps[method], options.device, others)
     times: dict[str, list[float]] = {method: [] for method in METHODS}

@@ -110,20 +110,18 @@ def table(rows: list[dict], precision: str) -> str:
 
 
 def goals(rows: list[dict], machine: str) -> str:
-    """What was asked of the paper's two networks, what the paper reports, and what is measured (fp32)."""
+    """What was asked of the paper's two networks, what is measured, and what the paper reports."""
+    found = {(row["network"], row["method"], row["precision"]): f"{row['ratio']:.2f}" for row in rows}
+    precisions = list(dict.fromkeys(row["precision"] for row in rows))
     lines = [
-        "| fp32, batch 500 | measured | goal | the paper's own code, from its figures |",
-        "| --- | ---: | ---: | ---: |",
+        f"| batch 500 | goal | {' | '.join(precisions)} | the paper's own code, from its figures |",
+        "| --- | ---: |" + " ---: |" * (len(precisions) + 1),
     ]
     for (network, where), wanted in GOALS.items():
         for method, goal in wanted.items() if where == machine else ():
-            found = next(
-                r for r in rows if (r["network"], r["method"], r["precision"]) == (network, method, "fp32")
-            )
-            paper = PAPER[network].get(method)
-            lines.append(
-                f"| {network} {method} | {found['ratio']:.2f} | {goal:.2f} | {paper if paper else '–'} |"
-            )
+            measured = " | ".join(found[network, method, precision] for precision in precisions)
+            paper = PAPER[network].get(method, "–")
+            lines.append(f"| {network} {method} | {goal:.2f} | {measured} | {paper} |")
     return "\n".join(lines) + "\n"
 
 

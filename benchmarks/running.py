@@ -32,8 +32,8 @@ INTRODUCTION = """# What running averages cost and bring
 STEPS = """## What a step costs
 
 `{command}` on {device}, torch {torch}, commit {commit:.7};
-record in `results/bench/deferred-fp32-h200.json`. Eager float32 steps with `Exact`, ten in turn, as ratios of time (and
-of peak memory) to BackProp's. An eager step of a small network waits for the host, not for the GPU; captured steps of
+record in `results/bench/deferred-h200.json`. Eager steps with `Exact`, ten in turn, as ratios of time (and of peak
+memory) to BackProp's. An eager step of a small network waits for the host, not for the GPU; captured steps of
 immediate mode are in [performance.md](performance.md).
 """
 
@@ -53,7 +53,7 @@ UNDER_ADAMW = """## Under AdamW, a small GPT
 
 def main() -> None:
     print(INTRODUCTION)
-    print(overhead(json.loads((RESULTS / "bench" / "deferred-fp32-h200.json").read_text())))
+    print(overhead(json.loads((RESULTS / "bench" / "deferred-h200.json").read_text())))
     print(muon())
     print(gpt(), end="")
 
@@ -61,9 +61,12 @@ def main() -> None:
 def overhead(record: dict) -> str:
     """Whole steps of deferred mode against BackProp's."""
     about = record["environment"]
-    ratios = {(row["network"], row["method"]): (row["ratio"], row["memory"]) for row in record["rows"]}
-    networks = list(dict.fromkeys(network for network, _ in ratios))
-    rows = [[name, *("{:.2f} ({:.2f})".format(*ratios[name, m]) for m in OVERHEAD)] for name in networks]
+    ratios = {
+        (f"{row['network']}, {row['precision']}", row["method"]): f"{row['ratio']:.2f} ({row['memory']:.2f})"
+        for row in record["rows"]
+    }
+    steps = list(dict.fromkeys(step for step, _ in ratios))
+    rows = [[step, *(ratios[step, method] for method in OVERHEAD)] for step in steps]
     lines = [
         STEPS.format(command=record["command"], **about),
         table(["network", *OVERHEAD.values()], rows),

@@ -10,8 +10,8 @@ from typing import Any
 
 from scaling_model import Network, Step, Terms, fit, predict
 from scaling_shapes import MEASURED, MODELS, Model
-from scaling_terms import Record, from_pieces, from_steps, measured_ratio
-from scaling_text import ASSUMED, EXACT, FROM_PIECES, FROM_STEPS, INTRODUCTION, LIMITS
+from scaling_terms import Record, from_pieces, measured_ratio
+from scaling_text import ASSUMED, EXACT, FROM_PIECES, INTRODUCTION, LIMITS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -19,18 +19,16 @@ RANKS = (1, 8, 64, 512, 1024)
 ASSUMPTION = Network(inside=450e9, between=50e9)
 ALONE = Network(inside=1.0, between=1.0)
 MODES = (("each batch's S", 0), ("running, every=10", 10))
-MEASURED_AS = {"exact": 0, "deferred": 0, "running-1": 1, "running-10": 10}
+MEASURED_AS = {"deferred": 0, "running-1": 1, "running-10": 10}
 """Timed methods that form S in feature space, and the model's `every` for them."""
 
 
 def main() -> None:
     half = json.loads((RESULTS / "bench" / "h200-bf16.json").read_text())
     ranks = {n: json.loads((RESULTS / "scaling" / f"gloo-{n}.json").read_text()) for n in (1, 2, 4)}
-    timed = RESULTS / "bench" / "deferred-h200.json"
-    record = json.loads((timed if timed.exists() else RESULTS / "bench" / "h200.json").read_text())
-    terms = from_pieces(record, half) if timed.exists() else from_steps(record, half)
-    about = FROM_PIECES if timed.exists() else FROM_STEPS
-    parts = [INTRODUCTION, EXACT, f"## One H200\n\n{about}", on_one_gpu(record, terms)]
+    record = json.loads((RESULTS / "bench" / "deferred-h200.json").read_text())
+    terms = from_pieces(record, half)
+    parts = [INTRODUCTION, EXACT, f"## One H200\n\n{FROM_PIECES}", on_one_gpu(record, terms)]
     parts += ["## Processes on one machine\n", on_processes(ranks), ASSUMED]
     parts += [on_many(model, terms) for model in MODELS]
     parts += [LIMITS.format(**limits(terms))]
@@ -64,12 +62,9 @@ def on_one_gpu(record: Record, terms: Terms) -> str:
     steps = []
     for model in MEASURED:
         for method, every in MEASURED_AS.items():
-            if (ratio := measured_ratio(record, model.name, method)) is not None and not (
-                method == "exact"
-                and model.name.startswith("mlp")  # which immediate mode solves in sample space
-            ):
-                predicted = predict(model, terms, ALONE, 1, sharded=False, every=every).ratio
-                steps.append([f"{model.name}, {method}", f"{ratio:.2f}", f"{predicted:.2f}"])
+            ratio = measured_ratio(record, model.name, method)
+            predicted = predict(model, terms, ALONE, 1, sharded=False, every=every).ratio
+            steps.append([f"{model.name}, {method}", f"{ratio:.2f}", f"{predicted:.2f}"])
     return text + table(["TF32 step over BackProp's", "measured", "the model says"], steps)
 
 

@@ -9,8 +9,6 @@ from scaling_shapes import MEASURED
 Record = dict[str, Any]
 
 MLP, RESNET, GPT = MEASURED
-MEMORY = 4.8e12
-"""Bytes a second of the H200's memory, by its data sheet."""
 
 
 def from_pieces(record: Record, half: Record) -> Terms:
@@ -32,34 +30,6 @@ def from_pieces(record: Record, half: Record) -> Terms:
         pack=term([2.0 * p["features"] * (p["features"] + 1) for p in pieces], "pack", "unpack"),
     )
     return with_correlation(terms, seconds(record, RESNET.name, "deferred"), record)
-
-
-def from_steps(record: Record, half: Record) -> Terms:
-    """From whole steps (`benchmarks/step.py`), where no pieces were timed.
-
-    On the GPT-2 block all methods solve in feature space. Two more iterations of conjugate gradients are two products
-    with S; the first one's step less one of them is S; what `Exact` adds to S is its factorisation and solve. The
-    narrow MLP's step is latency.
-    """
-    plain = seconds(record, GPT.name, "backprop")
-    product = (seconds(record, GPT.name, "cg3") - seconds(record, GPT.name, "cg1")) / 2
-    gram = seconds(record, GPT.name, "cg1") - plain - product
-    narrow = "mlp-narrow-2048"
-    latency = (seconds(record, narrow, "exact") - seconds(record, narrow, "backprop")) / 3
-    rest = seconds(record, GPT.name, "exact") - plain - gram - latency * len(GPT.layers)
-    squares = sum(2.0 * n.features**2 * n.outputs for n in GPT.layers)
-    rate = (squares + sum(n.features**3 / 3 for n in GPT.layers)) / rest
-    rows = sum(2.0 * GPT.items * n.positions * n.features**2 for n in GPT.layers)
-    terms = Terms(
-        plain=plain_speeds(record, half),
-        gram=Term(0.0, rows / gram),
-        correlated=1.0,
-        factor=Term(latency, rate),
-        solve=Term(0.0, rate),
-        product=Term(0.0, squares / product),
-        pack=Term(0.0, MEMORY / 8),  # both write and read S and its triangle, some of it twice
-    )
-    return with_correlation(terms, seconds(record, RESNET.name, "exact"), record)
 
 
 def plain_speeds(record: Record, half: Record) -> dict[tuple[str, str], float]:
@@ -87,8 +57,6 @@ def seconds(record: Record, network: str, method: str, precision: str = "tf32") 
     return float(found["milliseconds"]) / 1e3
 
 
-def measured_ratio(record: Record, network: str, method: str) -> float | None:
-    """A measured step over BackProp's; None where it was not timed."""
-    if not any((r["network"], r["method"]) == (network, method) for r in record["rows"]):
-        return None
+def measured_ratio(record: Record, network: str, method: str) -> float:
+    """A measured step over BackProp's."""
     return seconds(record, network, method) / seconds(record, network, "backprop")

@@ -42,18 +42,9 @@ gathered, solved and cut again. `attached.bytes_sent` counts. Tensor parallel la
 FROM_PIECES = """\
 Terms are `latency + work / rate`, fitted to the pieces of a solve by size; FLOPs are `2·samples·features²` for S,
 `features³/3` for its factor and `2·features²·outputs` for a solve or a product. How much longer a convolution's S
-takes than its FLOPs say is fitted to the ResNet's deferred step, the rest of the last table is not fitted to.
-"""
-
-FROM_STEPS = """\
-Terms are `latency + work / rate`; FLOPs are `2·samples·features²` for S, `features³/3` for its factor and
-`2·features²·outputs` for a solve or a product. Deferred mode and the pieces of a solve were not timed on this GPU yet:
-the terms come from whole immediate steps of the GPT-2 block, which is solved in feature space as deferred mode always
-is, and of a narrow MLP for the latency. So the GPT-2 line below is no test of them. ResNet-18's deepest layers are
-solved in sample space there, which is cheaper for their few positions, so that the model's ratio lies above the
-measured one. A product with S was timed with conjugate gradients around it, which makes running averages look dearer
-than they are, and packing is assumed to be bound by memory. `benchmarks/deferred.py` times what is missing; once its
-record is in `results/bench/deferred-h200.json`, this page is written from that.
+takes than its FLOPs say is fitted to the ResNet's deferred step, the rest of the last table is not fitted to. Its steps
+are eager and wait for the host where layers are small, which the model knows of only through that one number: it says
+too little for the MLP, and for ResNets too much wherever a step is captured in a CUDA graph.
 """
 
 ASSUMED = """## From 1 to 1,024 GPUs

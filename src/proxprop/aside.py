@@ -56,9 +56,9 @@ class Aside:
         return torch.cuda.stream(self._stream(device))
 
     def after_this(self, device: torch.device) -> AbstractContextManager[object]:
-        """Within, that stream works on what the current stream has done so far."""
+        """Within, that stream works on what the current stream, perhaps of another device, has done so far."""
         if (stream := self._stream(device)) is not None:
-            stream.wait_stream(torch.cuda.current_stream(device))
+            stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(stream)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
@@ -134,9 +134,11 @@ class Fork(torch.autograd.Function):
 
 def _prepare_all() -> None:
     """Prepare what this backward pass will come to, the first to be needed first."""
-    due = [node for node in list(_waiting) if torch._C._will_engine_execute_node(node)]
+    waiting = [node for reference in _waiting.keyrefs() if (node := reference()) is not None]
+    due = [node for node in waiting if torch._C._will_engine_execute_node(node)]
     for node in sorted(due, key=lambda node: -node._sequence_nr()):
-        _waiting.pop(node)(node)
+        if (prepare := _waiting.pop(node, None)) is not None:
+            prepare(node)
 
 
 def join_last(handles: Sequence[Tensor | None], aside: Aside) -> None:
