@@ -7,12 +7,41 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import proxprop
-from cases import LAYERS, assert_directions, by_name, oracle, randn
+from cases import LAYERS, assert_directions, by_name, oracle, randn, relative_error
 from proxprop import CG, Exact
+from proxprop.solve import products
 from proxprop.transfer import banded, conv
+
+DOWN, ACROSS = banded.Axis(12, 3, 1, 1), banded.Axis(8, 3, 1, 1)
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes of arrays that were made within it and are alive, and keeps the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self._alive = {key: (ref, size) for key, (ref, size) in self._alive.items() if not ref.expired()}
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(out):
+            if storage._cdata not in given:
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.bytes = max(self.bytes, sum(size for _, size in self._alive.values()))
+        return out
+
+
+def _storages(tree: object) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @given(
@@ -29,6 +58,44 @@ def test_equals_the_product_of_patches(sizes, kernel, stride, padding, channels)
     A = functional.unfold(x, kernel, padding=padding, stride=stride).mT.flatten(0, 1)
     torch.testing.assert_close(banded.gram(x, *axes), A.mT @ A)
     torch.testing.assert_close(banded.sums(x, *axes), A.sum(0))
+
+
+@pytest.mark.parametrize(
+    "numbers", [1, 5 * 8 * 96, 3 * 12 * 8 * 96], ids=["few rows", "5 rows", "3 channels"]
+)
+@pytest.mark.parametrize("batch", [1, 7, 12])
+def test_a_few_channels_or_rows_at_a_time_are_as_good_as_all(numbers: int, batch: int, monkeypatch) -> None:
+    x = randn(batch, 4, 12, 8, seed=0)
+    whole = banded.gram(x, DOWN, ACROSS)
+    monkeypatch.setattr(banded, "FEW_NUMBERS", numbers)
+    assert relative_error(banded.gram(x, DOWN, ACROSS), whole) < 1e-12
+
+
+@pytest.mark.parametrize("longest", [1024, 4, 3])
+def test_products_of_rows_in_parts(longest: int, monkeypatch) -> None:
+    """As on a GPU, where images are split into parts some at a time, and the last time fewer."""
+    split = pytest.importorskip("proxprop.kernels.split")
+    monkeypatch.setattr(split, "parts", products.plain_parts)
+    monkeypatch.setattr(products, "_parts_pay", lambda *_: True)
+    monkeypatch.setattr(products, "LONGEST_SUM", longest)
+    monkeypatch.setattr(banded, "FEW_NUMBERS", 1)
+    monkeypatch.setattr(banded, "multiply", lambda left, right: left.float() @ right.float())
+    x = randn(7, 4, 12, 8, seed=0)
+    A = functional.unfold(x, 3, padding=1).mT.flatten(0, 1)
+    assert relative_error(banded.gram(x.float(), DOWN, ACROSS).double(), A.mT @ A) < 1e-6
+
+
+@pytest.mark.parametrize("batch", [2, 64])
+def test_temporaries_are_few_beside_the_input(batch: int, monkeypatch) -> None:
+    """The padded input, products of rows, and what becomes of them: no more than thrice the stated numbers."""
+    monkeypatch.setattr(banded, "FEW_NUMBERS", 4096)
+    x = randn(batch, 4, 12, 8, seed=0)
+    banded.gram(x, DOWN, ACROSS)  # makes what is cached
+    with Peak() as peak:
+        banded.gram(x, DOWN, ACROSS)
+    all_products = 12 * 4 * 8 * 3 * 4 * 8
+    assert peak.bytes <= 3 * 8 * max(banded.FEW_NUMBERS, x.numel())
+    assert batch > 2 or 8 * all_products > 2 * peak.bytes
 
 
 @pytest.mark.filterwarnings("ignore:Using padding=.same.")

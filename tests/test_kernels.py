@@ -16,7 +16,7 @@ from proxprop import kernels
 from proxprop.deferred.operator import Form, Inverse
 from proxprop.solve.cg import feature_cg, normalize, sample_cg
 from proxprop.solve.exact import by_elimination, by_factor, factorize
-from proxprop.solve.products import LEFT, RIGHT, SMALLEST_FIRST, plain_parts
+from proxprop.solve.products import LEFT, RIGHT, SMALLEST_FIRST, WALK, plain_parts
 
 pytest.importorskip("triton")
 # numpy, which the interpreter runs on, warns of what the kernel masks out
@@ -35,7 +35,7 @@ def test_kernel_under_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "23 passed, 2 skipped" in result.stdout, result.stdout
+    assert "24 passed, 2 skipped" in result.stdout, result.stdout
 
 
 def problem(groups: int, samples: int, features: int, outputs: int, seed: int) -> tuple[torch.Tensor, ...]:
@@ -126,7 +126,7 @@ def test_one_part_is_as_accurate_as_tf32() -> None:
 
 
 @inside
-@pytest.mark.parametrize("order", [LEFT, RIGHT, SMALLEST_FIRST])
+@pytest.mark.parametrize("order", [LEFT, RIGHT, SMALLEST_FIRST, WALK])
 def test_parts_equal_their_twin(order: tuple[int, ...]) -> None:
     from proxprop.kernels import split
 
@@ -143,16 +143,20 @@ def test_parts_equal_their_twin(order: tuple[int, ...]) -> None:
     iterations=st.integers(1, 6),
     scale=st.sampled_from([1e-25, 1.0, 1e25]),
     whole=st.sampled_from([0, 1024]),
+    width=st.sampled_from([1, 4, 2048]),
     seed=st.integers(0, 2**31),
 )
-def test_feature_kernels_equal_their_twin(groups, features, outputs, iterations, scale, whole, seed) -> None:
+def test_feature_kernels_equal_their_twin(
+    groups, features, outputs, iterations, scale, whole, width, seed
+) -> None:
+    """Also where outputs are solved for in blocks, the last of which has fewer."""
     from proxprop.kernels import feature_cg as fused
 
     generator = torch.Generator().manual_seed(seed)
     A = torch.randn(groups, features + 5, features, generator=generator)
     S, B = A.mT @ A, torch.randn(groups, features, outputs, generator=generator)
     B[..., 0] = 0.0
-    with mock.patch.object(fused, "WHOLE", whole), mock.patch.object(fused, "ROWS", 64):
+    with mock.patch.multiple(fused, WHOLE=whole, ROWS=64, BLOCK=1, LEAST_WIDTH=width):
         D = fused.feature_cg(S, B * scale, 0.7, iterations, parts=3)
     normal, size = normalize(B, (-2,))
     assert relative_error(D / scale, feature_cg(S.matmul, normal, 0.7, iterations, (-2,)) * size) < 1e-4

@@ -1,14 +1,19 @@
 """Products in parts are as accurate as float32's, and bfloat16 inputs need no float32 copy."""
 
+from itertools import pairwise
+
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from cases import relative_error
+from proxprop.solve import products
 from proxprop.solve.products import (
     BLOCK,
     LEFT,
     RIGHT,
     SMALLEST_FIRST,
+    WALK,
     plain_parts,
     square,
     transposed_product,
@@ -39,6 +44,47 @@ def test_six_products_of_parts_are_as_accurate_as_a_float32_product(scale: torch
         in_parts, precise, left.mT @ right, strict=True
     ):  # every output for itself
         assert relative_error(found, expected) < max(2e-7, relative_error(plain.double(), expected))
+
+
+def test_a_walk_brings_the_same_parts_together() -> None:
+    assert sorted(pairwise(WALK)) == sorted(zip(LEFT, RIGHT, strict=True))
+
+
+@pytest.mark.parametrize("longest", [1024, 100, 77])
+def test_a_product_with_itself_shares_parts(longest: int, monkeypatch) -> None:
+    """As on a GPU, but for the product of parts itself."""
+    split = pytest.importorskip("proxprop.kernels.split")
+    made = []
+    monkeypatch.setattr(split, "parts", lambda x, order: made.append(order) or plain_parts(x, order))
+    monkeypatch.setattr(products, "_parts_pay", lambda *_: True)
+    monkeypatch.setattr(products, "LONGEST_SUM", longest)
+    monkeypatch.setattr(products, "multiply", lambda left, right: left.double() @ right.double())
+    A = factors()[0]
+    precise = A.double().mT @ A.double()
+    assert relative_error(transposed_square(A[None])[0], precise) < 2e-7
+    assert set(made) == {WALK}
+    assert relative_error(transposed_product(A, A), precise) < 2e-7
+    assert {LEFT, RIGHT} < set(made)
+
+
+def test_a_factor_that_the_caller_does_not_keep_is_freed_before_its_product(monkeypatch) -> None:
+    split = pytest.importorskip("proxprop.kernels.split")
+    monkeypatch.setattr(split, "parts", plain_parts)
+    monkeypatch.setattr(products, "_parts_pay", lambda *_: True)
+    storages, freed = [], []
+
+    def made() -> torch.Tensor:
+        A = torch.ones(5, 8)
+        storages.append(StorageWeakRef(A.untyped_storage()))
+        return A
+
+    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        freed.append(storages[0].expired())
+        return left.float().mT @ right.float()
+
+    found = products.in_parts(product, made(), None, flops=0.0)
+    assert torch.equal(found, torch.full((8, 8), 5.0))
+    assert freed == [True]
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.14159274, 3.4e38, -1.2e-32])

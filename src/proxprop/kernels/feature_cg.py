@@ -18,6 +18,12 @@ WHOLE = 1024
 ROWS = 512
 """Rows that it holds at a time where there are more."""
 
+BLOCK = 2**23
+"""Most numbers of each of the six arrays that steps work in: there are as many outputs in a block."""
+
+LEAST_WIDTH = 2048
+"""Outputs that a block may have even so: fewer would leave multiprocessors idle."""
+
 
 @triton.jit
 def _hand_over(
@@ -221,6 +227,21 @@ def feature_cg(S: Tensor, B: Tensor, damping: float, iterations: int, parts: int
     Returns:
         D `[groups, features, outputs]`.
     """
+    groups, features, outputs = B.shape
+    diagonal = S.diagonal(dim1=-2, dim2=-1).contiguous()
+    parts_of_S = halves.split(S, diagonal, parts)
+    blocks = max(1, triton.cdiv(outputs, max(LEAST_WIDTH, BLOCK // (groups * features))))
+    found = [
+        _solve(parts_of_S, diagonal, some, damping, iterations, parts)
+        for some in B.split(triton.cdiv(outputs, blocks), dim=-1)
+    ]
+    return found[0] if blocks == 1 else torch.cat(found, dim=-1)
+
+
+def _solve(
+    parts_of_S: Tensor, diagonal: Tensor, B: Tensor, damping: float, iterations: int, parts: int
+) -> Tensor:
+    """`feature_cg` for a block of outputs."""
     B = B.contiguous()
     groups, features, outputs = B.shape
     padded, wide = halves.up(features, halves.INNER), halves.up(outputs, halves.WIDE)
@@ -229,11 +250,9 @@ def feature_cg(S: Tensor, B: Tensor, damping: float, iterations: int, parts: int
     rows = triton.next_power_of_2(padded) if whole else ROWS
     shape = {"PARTS": parts, "ROWS": rows, "COLUMNS": columns, "num_warps": 4 if columns == 16 else 8}
     programs = (triton.cdiv(wide, columns), groups)
-    diagonal = S.diagonal(dim1=-2, dim2=-1).contiguous()
-    parts_of_S = halves.split(S, diagonal, parts)
-    parts_of_search = S.new_empty(groups, parts * padded, wide, dtype=torch.float16)
-    search, residual, D = (S.new_empty(groups, features, wide) for _ in range(3))
-    squared, scale, unscale = (S.new_empty(groups, wide) for _ in range(3))
+    parts_of_search = B.new_empty(groups, parts * padded, wide, dtype=torch.float16)
+    search, residual, D = (B.new_empty(groups, features, wide) for _ in range(3))
+    squared, scale, unscale = (B.new_empty(groups, wide) for _ in range(3))
     _begin[programs](
         B, search, residual, diagonal, parts_of_search, unscale, scale, squared,
         features, padded, outputs, wide, **shape,

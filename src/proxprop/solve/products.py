@@ -19,6 +19,9 @@ from proxprop import kernels
 LEFT, RIGHT = (0, 2, 1, 0, 1, 0), (2, 0, 1, 1, 0, 0)
 """Which parts meet, counted from the largest."""
 
+WALK = (0, 2, 0, 1, 1, 0, 0)
+"""Each of those pairs stands side by side in it once: where left is right, one stack of parts holds both factors."""
+
 SMALLEST_FIRST = (2, 1, 0)
 
 LONGEST_SUM = 1024
@@ -37,9 +40,9 @@ FAST_BFLOAT16 = ((8, 0), (9, 0), (10, 0), (10, 3))
 """Compute capabilities with at least fifteen times as many FLOPs in bfloat16 as in float32."""
 
 
-def transposed_product(left: Tensor, right: Tensor) -> Tensor:
-    """`leftᵀ·right [m, n]` for left `[rows, m]` and right `[rows, n]`; in float32 where one is bfloat16."""
-    flops = 2.0 * left.numel() * right.shape[1]
+def transposed_product(left: Tensor, right: Tensor | None = None) -> Tensor:
+    """`leftᵀ·right [m, n]` for left `[rows, m]` and right `[rows, n]` or left; in float32 where one is bfloat16."""
+    flops = 2.0 * left.numel() * (left if right is None else right).shape[1]
     return in_parts(lambda a, b: multiply(a.mT, b), left, right, flops)
 
 
@@ -50,8 +53,7 @@ def square(A: Tensor) -> Tensor:
     if _half_pays(A, A.shape[-2]):
         return _half(A)
     if A.is_cuda and len(A) == 1 and 2.0 * A.numel() * A.shape[1] > LEAST_FLOPS_OF_A_SQUARE:
-        columns = A[0].mT.contiguous()
-        return transposed_product(columns, columns)[None]
+        return transposed_product(A[0].mT.contiguous())[None]
     return multiply(A, A.mT)
 
 
@@ -59,7 +61,7 @@ def transposed_square(A: Tensor) -> Tensor:
     """`AᵀA [groups, features, features]` for A `[groups, samples, features]`; in float32 where A is bfloat16."""
     if _half_pays(A, A.shape[-1]):
         return _half(A.mT.to(torch.promote_types(A.dtype, torch.float32)))
-    return transposed_product(A[0], A[0])[None] if len(A) == 1 else A.mT @ A
+    return transposed_product(A[0])[None] if len(A) == 1 else A.mT @ A
 
 
 def _half_pays(A: Tensor, size: int) -> bool:
@@ -80,24 +82,28 @@ def _half(left: Tensor) -> Tensor:
 
 
 def in_parts(
-    product: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor, flops: float
+    product: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor | None, flops: float
 ) -> Tensor:
     """A product that sums over the rows of its factors, taken over parts where that is faster.
 
     Args:
         product: of left and right, or of as many rows of parts above one another.
         left: `[rows, m]`.
-        right: `[rows, n]`.
+        right: `[rows, n]`, or None for left: then they share parts.
         flops: of the product.
     """
-    if not _parts_pay(left, right, flops):
+    factors = [left] if right is None else [left, right]
+    if not _parts_pay(factors[0], factors[-1], flops):
         precise = torch.promote_types(left.dtype, torch.float32)
-        return product(left.to(precise), right.to(precise))
-    if left.dtype == right.dtype == torch.bfloat16:
-        return product(left, right)
+        factors = [factor.to(precise) for factor in factors]
+        return product(factors[0], factors[-1])
+    if all(factor.dtype == torch.bfloat16 for factor in factors):
+        return product(factors[0], factors[-1])
+    pieces = list(zip(*(factor.split(LONGEST_SUM) for factor in factors), strict=True))
+    del left, right, factors  # what the caller does not keep is freed before the product of its last piece
     total: Tensor | None = None
-    for a, b in zip(left.split(LONGEST_SUM), right.split(LONGEST_SUM), strict=True):
-        summand = product(*_stacked(a, b))
+    while pieces:
+        summand = product(*_stacked(*pieces.pop(0)))
         total = summand if total is None else total.add_(summand)
     assert total is not None
     return total
@@ -111,10 +117,13 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
     return product(left, right)
 
 
-def _stacked(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Bfloat16 factors whose product is that of left and right; a bfloat16 number has one part."""
+def _stacked(left: Tensor, right: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Bfloat16 factors whose product is that of left and right, or left; a bfloat16 number has one part."""
     from proxprop.kernels import split
 
+    if right is None:
+        parts = split.parts(left, WALK)
+        return parts[: -len(left)], parts[len(left) :]
     if left.dtype == torch.bfloat16:
         return left.repeat(3, 1), split.parts(right, SMALLEST_FIRST)
     if right.dtype == torch.bfloat16:

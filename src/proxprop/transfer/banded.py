@@ -4,10 +4,10 @@ Two taps of a kernel see image rows at most `kernel − 1` apart, so S is made o
 
     Z[u, (c, w), (d, c', w')] = Σ_b x[b, c, u, w]·x[b, c', u + d, w'],     0 ≤ d < kernel
 
-summed over the rows u and the column pairs (w, w') that an output position brings together. That is one batched product
-`[channels·width, batch] × [batch, kernel·channels·width]` for each image row and two small products with matrices of
-zeros and ones, whatever the stride and the padding: few launches where `autocorrelation` needs many, and
-`width / kernel³` of the FLOPs of unfolding.
+summed over the rows u that tap i sees, which then stand at tap `j = i + d`, and over the column pairs (w, w') that an
+output position brings together. That is one batched product `[channels·width, batch] × [batch, kernel·channels·width]`
+for each image row and two small products with matrices of zeros and ones, whatever the stride and the padding: few
+launches where `autocorrelation` needs many, and `width / kernel³` of the FLOPs of unfolding.
 
 Shapes: input `[batch, channels, height, width]`; S `[channels·kernel, channels·kernel]`.
 """
@@ -20,6 +20,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from proxprop.solve.products import in_parts, multiply
+
+FEW_NUMBERS = 3 * 2**19
+"""Products of rows exist a few channels at a time: so many numbers (6 MiB), or the input's where those are more."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,6 @@ class Axis:
         seen = self.windows()
         return torch.einsum("oui,ovj->uvij", seen, seen)
 
-    def lags(self) -> Tensor:
-        """The same for `v = u + d` with `d = j − i ≥ 0`, `[u, d, i, j]`; zeros elsewhere."""
-        d = torch.arange(self.kernel)
-        ahead = functional.pad(self.pairs(), (0, 0, 0, 0, 0, self.kernel))
-        u = torch.arange(self.size)[:, None]
-        return ahead[u, u + d] * (d - d[:, None] == d[:, None, None])
-
 
 def flops(height: Axis, width: Axis, batch: int, channels: int) -> float:
     """FLOPs of the products of rows."""
@@ -70,28 +66,62 @@ def gram(x: Tensor, height: Axis, width: Axis) -> Tensor:
     Returns:
         S `[channels·kernel, channels·kernel]`.
     """
-    channels, lags, across = x.shape[1], height.kernel, width.kernel
-    Z = _products(x, lags).view(height.size, channels, width.size, lags, channels, width.size)
-    together, lagged = _sums(height, width, x.dtype, x.device)
-    Z = Z.permute(0, 3, 1, 4, 2, 5).reshape(-1, width.size**2) @ together
-    S = lagged @ Z.view(height.size * lags, -1)
-    S = S.view(lags, lags, channels, channels, across, across).permute(2, 0, 4, 3, 1, 5)
-    S = S.reshape(channels * lags * across, -1)
-    return torch.where(_upper(channels, lags, across, x.device), S, S.mT)
-
-
-def _products(x: Tensor, lags: int) -> Tensor:
-    """Z `[height, channels·width, lags·channels·width]`."""
-    batch, channels, height, width = x.shape
-    row = channels * width
-    rows = functional.pad(x.transpose(1, 2), (0, 0, 0, 0, 0, lags - 1)).reshape(batch, -1)
+    batch, channels = x.shape[:2]
+    lags, row = height.kernel, channels * width.size
+    numbers = max(FEW_NUMBERS, x.numel())
+    at_once = max(1, numbers // (height.size * width.size * lags * row))
 
     def product(left: Tensor, right: Tensor) -> Tensor:
-        """For each row of the image: it, and those that follow it."""
-        left = left[:, : height * row].view(-1, height, row).permute(1, 2, 0)
-        return multiply(left, right.as_strided((height, len(right), lags * row), (row, right.stride(0), 1)))
+        """S above its diagonal, from each row of the images and those that follow it, a few channels at a time."""
+        left = left[:, : height.size * row].view(-1, height.size, channels, width.size).permute(1, 2, 3, 0)
+        right = right.as_strided((height.size, len(right), lags * row), (row, right.stride(0), 1))
+        blocks = [_block(some, right, height, width, numbers) for some in left.split(at_once, dim=1)]
+        return torch.cat(blocks).reshape(channels * lags * width.kernel, -1)
 
-    return in_parts(product, rows, rows, flops=2.0 * batch * height * lags * row**2)
+    # The rows are given away without a name, so that `in_parts` can let go of them.
+    S = in_parts(product, _rows(x, lags), right=None, flops=flops(height, width, batch, channels))
+    return torch.where(_upper(channels, lags, width.kernel, x.device), S, S.mT)
+
+
+def _rows(x: Tensor, lags: int) -> Tensor:
+    """The rows of each image one after the other, and zeros for those that follow the last."""
+    return functional.pad(x.transpose(1, 2), (0, 0, 0, 0, 0, lags - 1)).flatten(1)
+
+
+def _block(left: Tensor, right: Tensor, height: Axis, width: Axis, numbers: int) -> Tensor:
+    """Rows of S that belong to some of the channels; taps `j < i` hold nothing of use.
+
+    Args:
+        left: rows of these channels `[height, c, width, batch]`.
+        right: rows of all channels that follow `[height, batch, d·c'·width]`.
+        height: how the convolution walks down.
+        width: how it walks across.
+        numbers: most products that exist at a time.
+
+    Returns:
+        `[c, i, i across, c', j, j across]`.
+    """
+    here, lags, across = left.shape[1], height.kernel, width.kernel
+    dtype = torch.float32 if left.dtype == torch.bfloat16 else left.dtype
+    seen, together = _taps(height, width, dtype, left.device)
+    Z = _summed_over_rows(left.flatten(1, 2), right, seen, numbers)
+    Z = Z.view(lags, here, width.size, lags, -1, width.size).permute(0, 3, 1, 4, 2, 5)
+    S = Z.reshape(-1, width.size**2) @ together
+    S = S.view(lags, lags, here, -1, across, across)
+    skewed = (lags - 1) * S.stride(1), *S.stride()[1:]  # what stands at (i, d) is found at (i, i + d)
+    return S.as_strided(S.shape, skewed).permute(2, 0, 4, 3, 1, 5)
+
+
+def _summed_over_rows(left: Tensor, right: Tensor, seen: Tensor, numbers: int) -> Tensor:
+    """`Σ_u seen[i, u]·left[u]·right[u]`, flattened but for i; of so many rows at a time that products stay few."""
+    rows = max(1, numbers // (left.shape[1] * right.shape[2]))
+    total: Tensor | None = None
+    for taps, some, others in zip(seen.split(rows, dim=1), left.split(rows), right.split(rows), strict=True):
+        products = multiply(some, others).flatten(1)
+        total = taps @ products if total is None else total.addmm_(taps, products)
+        del products  # before there are the next
+    assert total is not None
+    return total
 
 
 def sums(x: Tensor, height: Axis, width: Axis) -> Tensor:
@@ -101,11 +131,10 @@ def sums(x: Tensor, height: Axis, width: Axis) -> Tensor:
 
 
 @lru_cache(maxsize=32)
-def _sums(height: Axis, width: Axis, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which products of columns each pair of taps takes `[u·v, i·j]`, and of rows `[i·j, u·d]`; on the device once."""
-    together = width.pairs().flatten(2).flatten(0, 1)
-    lagged = height.lags().permute(2, 3, 0, 1).flatten(2).flatten(0, 1)
-    return together.to(device, dtype), lagged.to(device, dtype)
+def _taps(height: Axis, width: Axis, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which rows each tap sees `[i, u]`, and which columns each pair of taps does `[w·w', i·j]`; on the device once."""
+    seen, together = height.windows().sum(0).mT.contiguous(), width.pairs().flatten(2).flatten(0, 1)
+    return seen.to(device, dtype), together.to(device, dtype)
 
 
 @lru_cache(maxsize=32)
