@@ -20,6 +20,9 @@ from math import log2, pi, prod
 import torch
 from torch import Tensor
 
+GEOMETRIES = 256
+"""Of how many convolutions the constants stay on a device: a copy in every backward pass would make the host wait."""
+
 
 @dataclass(frozen=True)
 class Walk:
@@ -192,7 +195,7 @@ def _correlations(x: Tensor, walks: list[Walk]) -> Tensor:
     return found.reshape(groups, *(2 * w.kernel - 1 for w in walks), channels, channels)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=GEOMETRIES)
 def _inverse(walks: tuple[Walk, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the inverse transform at the lags `[lags, frequencies]`, both halves of it counted."""
     lengths, half = _lengths(walks)
@@ -207,13 +210,13 @@ def _inverse(walks: tuple[Walk, ...], dtype: torch.dtype, device: torch.device) 
     return (angle.cos() * weight).to(device, dtype), (angle.sin() * weight).to(device, dtype)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=GEOMETRIES)
 def _taps(walk: Walk, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`walk.taps()`, copied to a device once: a copy in every backward could not be captured in a CUDA graph."""
     return walk.taps().to(device, dtype)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=GEOMETRIES)
 def _windows(walk: Walk, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`walk.windows()`, copied to a device once."""
     return walk.windows().to(device, dtype)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from proxprop.solve.products import in_parts, multiply
+from proxprop.transfer.autocorrelation import GEOMETRIES
 
 FEW_NUMBERS = 3 * 2**19
 """Products of rows exist a few channels at a time: so many numbers (6 MiB), or the input's where those are more."""
@@ -130,20 +131,20 @@ def sums(x: Tensor, height: Axis, width: Axis) -> Tensor:
     return (down.mT @ x.sum(0) @ across).flatten()
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=GEOMETRIES)
 def _taps(height: Axis, width: Axis, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Which rows each tap sees `[i, u]`, and which columns each pair of taps does `[w·w', i·j]`; on the device once."""
     seen, together = height.windows().sum(0).mT.contiguous(), width.pairs().flatten(2).flatten(0, 1)
     return seen.to(device, dtype), together.to(device, dtype)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=GEOMETRIES)
 def _seen(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Which entries each tap sees `[entries, taps]`."""
     return axis.windows().sum(0).to(device, dtype)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=GEOMETRIES)
 def _upper(channels: int, lags: int, across: int, device: torch.device) -> Tensor:
     """Entries of S whose first tap is not below the second; the others are their mirror images."""
     tap = torch.arange(lags).repeat_interleave(across).repeat(channels)
