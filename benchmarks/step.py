@@ -60,13 +60,17 @@ def main() -> None:
     for name in list(NETWORKS) if options.networks == ["all"] else options.networks:
         for precision in options.precisions:
             rows += measure(NETWORKS[name], options, precision)
+            if options.out:
+                save(rows, options)
     print_table(rows)
-    if options.out:
-        command = " ".join(sys.argv).split(" --out")[0]
-        record = {"command": command, "environment": environment(options.device)}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({**record, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-        print(options.out)
+
+
+def save(rows: list[Row], options: argparse.Namespace) -> None:
+    """Write what was measured so far."""
+    command = " ".join(sys.argv).split(" --out")[0]
+    record = {"command": command, "environment": environment(options.device)}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({**record, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 
 def parse() -> argparse.Namespace:
