@@ -180,9 +180,13 @@ class Reduction:
         for _ in self._arrivals():
             pass
         self._drop_zeroed()
-        systems = [s for s in reversed(self.systems) if self._takes_part(s)]
+        if not synchronised:
+            return
+        for system in self.systems:
+            system.note_average()
+        systems = [s for s in reversed(self.systems) if self._takes_part(s) and s.observed]
         sums = self.ranks.sums(systems[0].parameters[0]) if systems else None
-        if synchronised and sums is not None:
+        if sums is not None:
             self._round = Round(sums, systems)
 
     def _reached(self, system: System) -> None:

@@ -169,6 +169,16 @@ class System(Equation):
         for leaf, more in zip(self._leaves, (S, S.new_full((), call.sizes.samples)), strict=False):
             leaf.grad = more if leaf.grad is None else leaf.grad + more
 
+    @property
+    def observed(self) -> bool:
+        """Whether S is summed in this step."""
+        return self.watch is None or self.watch.cluster.observed
+
+    def note_average(self) -> None:
+        """A backward pass begins whose gradients are averaged over ranks, also of a layer that this one did not use."""
+        if self.watch is not None:
+            self.watch.waiting = True
+
     def note_again(self) -> None:
         """A backward pass adds to the gradient what S was added for before."""
         if self.watch is not None:
