@@ -144,12 +144,16 @@ class Deferred(Joins):
             parameters: solve only systems that one of these is in.
         """
         chosen = None if parameters is None else set(parameters)
-        clusters = [c for c in self.clusters if chosen is None or not chosen.isdisjoint(c.parameters)]
-        observed = [c for c in clusters if c.observed]
-        resting = [c for c in clusters if self._watches[c].waiting and not c.observed]
-        for cluster in resting:
-            self._watches[cluster].refuse_mixed()
-        systems = [s for c in observed for s in c.systems]
+        systems: list[System] = []
+        resting: list[Cluster] = []
+        for cluster, watch in self._watches.items():
+            if chosen is not None and chosen.isdisjoint(cluster.parameters):
+                continue
+            if cluster.observed:
+                systems += cluster.systems
+            elif watch.waiting and cluster.trained:
+                watch.refuse_mixed()
+                resting.append(cluster)
         self._solve_rows(systems)
         taken: list[Cluster] = []
         shared: list[Term] = []

@@ -122,12 +122,13 @@ class Cluster:
     systems: Sequence[System]
     observe: int = 1
     operators: list[tuple[Equation, Operator]] = field(default_factory=list, init=False)
-    steps: int = field(default=0, init=False)
-    due: bool = field(default=True, init=False)
+    steps: int = field(init=False)
+    due: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.parameters = list({p: None for system in self.systems for p in system.parameters})
         self._made_for: list[bool] = []
+        self.reach(0)
 
     @property
     def name(self) -> str:
@@ -137,8 +138,12 @@ class Cluster:
     @property
     def observed(self) -> bool:
         """Whether S is summed in this step: it is due, or other parameters are trained than operators were made for."""
-        trained = [p.requires_grad for p in self.parameters]
-        return any(trained) and (self.due or trained != self._made_for)
+        return self.trained and (self.due or self._made_for != [p.requires_grad for p in self.parameters])
+
+    @property
+    def trained(self) -> bool:
+        """Whether any of its parameters is trained."""
+        return any(p.requires_grad for p in self.parameters)
 
     def keep(self, operators: list[tuple[Equation, Operator]]) -> None:
         """Take on operators for the parameters that are trained now."""

@@ -114,7 +114,7 @@ class Stack:
                 D = [torch.bmm(W, self.ww)]
             else:
                 b = self._stacked(biases)
-                D = [torch.bmm(b, self.wb).baddbmm_(W, self.ww), torch.baddbmm(b * self.bb, W, self.bw)]
+                D = [(b * self.wb).baddbmm_(W, self.ww), (b * self.bb).baddbmm_(W, self.bw)]
         shape = weights[0].shape
         parts = list(D[0].view(len(weights), *shape).unbind())
         if biases:

@@ -55,7 +55,7 @@ class Watch:
         if any(system.holds for system in self.systems):
             self._forget_if_zeroed()
         before = self._current()
-        mixed = self.holds_direction() or (self._mixed and before == self._versions)
+        mixed = self._among(before) or (self._mixed and before == self._versions)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._note_pass(before, mixed))
 
     def note_sum(self) -> None:
@@ -114,10 +114,11 @@ class Watch:
 
     def holds_direction(self) -> bool:
         """Whether a gradient is surely still the direction of the last solve."""
-        if not self._solved:
-            return False
-        now = self._current()
-        return any(now.get(p) == version for p, version in self._solved.items())
+        return bool(self._solved) and self._among(self._current())
+
+    def _among(self, now: dict[nn.Parameter, int]) -> bool:
+        """Whether one of these gradients is as the last solve left it."""
+        return any(self._solved.get(p) == version for p, version in now.items())
 
     def _note_pass(self, before: dict[nn.Parameter, int], mixed: bool) -> None:
         """A backward pass has ended: remember the gradients that S belongs to, and whether they hold a direction."""
@@ -140,7 +141,6 @@ class Watch:
 
     def _current(self) -> dict[nn.Parameter, int]:
         """The gradients that are there, and how often each was written to."""
-        found = ((p, p.grad) for p in self.parameters)
         if self._spread:
-            return {p: local(g)._version for p, g in found if g is not None}
-        return {p: g._version for p, g in found if g is not None}
+            return {p: local(g)._version for p in self.parameters if (g := p.grad) is not None}
+        return {p: g._version for p in self.parameters if (g := p.grad) is not None}

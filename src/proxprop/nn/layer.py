@@ -214,13 +214,14 @@ class ProximalLayer(nn.Module):
         _check_dense(self._failures.layer, inputs)
         if any(p is not None and p.is_complex() for p in parameters):
             check_real(self, self._failures.layer)
-        call = Call(build, self._settings, self._failures, self._observer, len(inputs), bfloat16)
         sums: tuple[Tensor, ...] = ()
+        mode: dict[str, Any] = {}
         if self._attached is not None:
             sums = self._attached.leaves(part, output.device, precision(output, *inputs))
-            call = replace(call, summing=self._attached.summing(part), sampling=self._attached.sampling(part))
+            mode = {"summing": self._attached.summing(part), "sampling": self._attached.sampling(part)}
         elif self._observer is None and aside.pays(self.solver, self.spaces, output, parameters):
-            call = replace(call, aside=aside.Aside(self._turn))
+            mode = {"aside": aside.Aside(self._turn)}
+        call = Call(build, self._settings, self._failures, self._observer, len(inputs), bfloat16, **mode)
         if self._planned is not None:
             self._planned(owner or self, call.plan(inputs, output, parameters))
         return attach_direction(output, call, inputs, parameters, sums)
