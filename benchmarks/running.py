@@ -106,7 +106,9 @@ def fed(row: dict) -> str:
     if row["damping"] is None:
         return PLAIN
     rows = "" if row["rows"] is None else f", {row['rows']:,} rows"
-    return f"a running S, ρ = {row['damping']:g}{rows}"
+    observe = row.get("observe", 1)
+    steps = "" if observe == 1 else f", S of one step in {observe}"
+    return f"a running S, ρ = {row['damping']:g}{rows}{steps}"
 
 
 def losses(corner: str, names: dict, cells: Cells) -> str:

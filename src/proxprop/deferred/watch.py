@@ -34,7 +34,7 @@ class Watch:
         self._task = -1
         self._summed = self._warned = self._mixed = False
         self._versions: dict[nn.Parameter, int] = {}
-        self._solved: dict[nn.Parameter, int] = {}
+        self._solved: dict[nn.Parameter, tuple[int, int]] = {}
         self._hooks: dict[Tensor, Any] = {}
         self.follow(self.parameters)
         for system in self.systems:
@@ -75,7 +75,8 @@ class Watch:
 
     def note_solved(self) -> None:
         """The gradients hold the direction now."""
-        self._solved, self.waiting = self._current(), False
+        self._solved = {p: (version, self._place(p)) for p, version in self._current().items()}
+        self.waiting = False
         for system in self.systems:
             system.calls = 0
 
@@ -118,7 +119,7 @@ class Watch:
 
     def _among(self, now: dict[nn.Parameter, int]) -> bool:
         """Whether one of these gradients is as the last solve left it."""
-        return any(self._solved.get(p) == version for p, version in now.items())
+        return any(self._solved.get(p) == (version, self._place(p)) for p, version in now.items())
 
     def _note_pass(self, before: dict[nn.Parameter, int], mixed: bool) -> None:
         """A backward pass has ended: remember the gradients that S belongs to, and whether they hold a direction."""
@@ -141,6 +142,15 @@ class Watch:
 
     def _current(self) -> dict[nn.Parameter, int]:
         """The gradients that are there, and how often each was written to."""
-        if self._spread:
-            return {p: local(g)._version for p in self.parameters if (g := p.grad) is not None}
-        return {p: g._version for p in self.parameters if (g := p.grad) is not None}
+        found = {p: g._version for p in self.parameters if (g := p.grad) is not None}
+        if not self._spread:
+            return found
+        # A DTensor counts what it is asked to do, and the tensor inside what FSDP2 and we do to that.
+        return {p: version + local(p.grad)._version for p, version in found.items()}
+
+    def _place(self, parameter: nn.Parameter) -> int:
+        """Where a gradient lies. DDP may put it elsewhere, where writes are counted anew."""
+        gradient = parameter.grad
+        if gradient is None or gradient.is_sparse:
+            return 0
+        return (local(gradient) if self._spread else gradient).data_ptr()
