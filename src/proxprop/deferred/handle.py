@@ -59,8 +59,9 @@ class Attachment:
 
     def observed(self) -> bool:
         """Whether S of any of the layer's systems is summed in this step; else a call runs torch's own layer."""
-        if any(watch.cluster.observed for watch in self._watches):
-            return True
+        for watch in self._watches:
+            if watch.cluster.observed:
+                return True
         self._begin_call()
         if self._spread:  # FSDP2 gives gradients to gathered parameters, and those on to the ones we know
             for watch in self._watches:
@@ -149,9 +150,9 @@ class Deferred(Joins):
         for cluster, watch in self._watches.items():
             if chosen is not None and chosen.isdisjoint(cluster.parameters):
                 continue
-            if cluster.observed:
+            if not cluster.resting:
                 systems += cluster.systems
-            elif watch.waiting and cluster.trained:
+            elif watch.waiting:
                 watch.refuse_mixed()
                 resting.append(cluster)
         self._solve_rows(systems)

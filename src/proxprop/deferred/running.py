@@ -138,16 +138,20 @@ class Cluster:
     @property
     def observed(self) -> bool:
         """Whether S is summed in this step: it is due, or other parameters are trained than operators were made for."""
-        return self.trained and (self.due or self._made_for != [p.requires_grad for p in self.parameters])
+        trained = self._trained()
+        return (self.due or trained != self._made_for) and any(trained)
 
     @property
-    def trained(self) -> bool:
-        """Whether any of its parameters is trained."""
-        return any(p.requires_grad for p in self.parameters)
+    def resting(self) -> bool:
+        """Whether its parameters are trained in this step without S."""
+        return not self.observed and any(self._trained())
 
     def keep(self, operators: list[tuple[Equation, Operator]]) -> None:
         """Take on operators for the parameters that are trained now."""
-        self.operators, self._made_for = operators, [p.requires_grad for p in self.parameters]
+        self.operators, self._made_for = operators, self._trained()
+
+    def _trained(self) -> list[bool]:
+        return [p.requires_grad for p in self.parameters]
 
     def reach(self, steps: int) -> None:
         """Go on from so many steps."""

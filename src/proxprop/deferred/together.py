@@ -115,11 +115,9 @@ class Stack:
             else:
                 b = self._stacked(biases)
                 D = [(b * self.wb).baddbmm_(W, self.ww), (b * self.bb).baddbmm_(W, self.bw)]
-        shape = weights[0].shape
-        parts = list(D[0].view(len(weights), *shape).unbind())
-        if biases:
-            parts += D[1].view(len(biases), *biases[0].shape).unbind()
-        torch._foreach_copy_([*weights, *biases], parts)
+        gradients = [weights, biases] if biases else [weights]
+        found = [d.reshape(len(g), *g[0].shape).unbind() for d, g in zip(D, gradients, strict=True)]
+        torch._foreach_copy_([*weights, *biases], [part for parts in found for part in parts])
 
     def _gradients(self, blocks: Iterable[Block]) -> list[Tensor] | None:
         """The blocks' gradients; None where one is missing, sparse or elsewhere."""
@@ -133,7 +131,7 @@ class Stack:
 
     def _stacked(self, gradients: list[Tensor]) -> Tensor:
         """Gradients of all layers and groups as `[layers·groups, outputs, features]`."""
-        return torch.stack(gradients).to(self.P.dtype).view(len(self.P), self.outputs, -1)
+        return torch.stack(gradients).to(self.P.dtype).reshape(len(self.P), self.outputs, -1)
 
 
 def _stackable(equation: Equation) -> bool:

@@ -126,7 +126,7 @@ class Watch:
         self._task = -1
         self._versions = self._current()
         changed = self._versions != before
-        counts = self._summed or (changed and not self.cluster.observed)
+        counts = self._summed or (changed and self.cluster.resting)
         self._mixed = mixed and counts
         if counts:
             self._solved, self.waiting = {}, True
