@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import proxprop
 from cases import randn, relative_error
@@ -263,6 +264,20 @@ def test_retained_graphs() -> None:
         assert relative_error(held(layer), expected.direction(x, 2 * gradient(x, G))) < 1e-12
 
 
+@works(FEATURE, mode="deferred")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_calls(reentrant: bool) -> None:
+    layer, optimizer = attached(Exact(), RUNNING)
+    expected = Stated(RUNNING, Exact())
+    for x, G in batches(4):
+        optimizer.zero_grad()
+        x.requires_grad_()  # a reentrant checkpoint needs one
+        first, second = (checkpoint(layer, part, use_reentrant=reentrant) for part in (x[:2], x[2:]))
+        torch.cat([first, second]).backward(G)
+        optimizer.step()
+        assert relative_error(held(layer), expected.direction(x.detach(), gradient(x.detach(), G))) < 1e-12
+
+
 def test_s_of_a_graph_that_comes_a_step_late_is_dropped() -> None:
     layer, optimizer = attached(Exact(), RUNNING)
     expected = Stated(RUNNING, Exact())
@@ -448,7 +463,7 @@ def alike_layers() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("limit", [0, 300, None])
 def test_layers_that_are_turned_together_have_the_directions_of_each_alone(
     monkeypatch: pytest.MonkeyPatch, limit: int | None, dtype: torch.dtype
@@ -474,7 +489,7 @@ def test_layers_that_are_turned_together_have_the_directions_of_each_alone(
     found = list(train())
     monkeypatch.setattr(together, "TOGETHER_BYTES", 0)
     for one, other in zip(found, list(train()), strict=True):
-        assert_same(one, other, tolerance=1e-12 if dtype == torch.float64 else 1e-5)
+        assert_same(one, other, tolerance=1e-12 if dtype == torch.float64 else 1e-2)
     assert sizes[1] == []
     assert (sizes[0] == []) == (limit == 0)
     if limit is None:

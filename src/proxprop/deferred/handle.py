@@ -62,8 +62,11 @@ class Attachment:
         for watch in self._watches:
             if watch.cluster.observed:
                 return True
+        # FSDP2 gives gradients to gathered parameters, which a compiled call can't follow: only S tells of them there.
+        if self._spread and torch.compiler.is_compiling():
+            return True
         self._begin_call()
-        if self._spread:  # FSDP2 gives gradients to gathered parameters, and those on to the ones we know
+        if self._spread:
             for watch in self._watches:
                 watch.follow(self.layer.parameters())
         return False
@@ -249,7 +252,7 @@ class Deferred(Joins):
             watch.release()
         for choice in self.choices.values():
             choice.layer._attached = None
-        self._hooks, self.systems, self.clusters = [], [], []
+        self._hooks, self.systems, self.clusters, self._watches = [], [], [], {}
 
     def state_dict(self) -> dict[str, Tensor]:
         """The running averages as a dict of tensors, to be saved beside the model's and the optimizer's state.
