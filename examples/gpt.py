@@ -139,6 +139,7 @@ def train(method: Method, seed: int, options: argparse.Namespace) -> dict[str, o
         )
         proxprop.attach(optimizer, model, running=running)
     if options.compile:
+        torch.compiler.reset()  # what was compiled for another method would count as a recompilation
         model.compile()
     generator = torch.Generator().manual_seed(seed)
     losses, began = [], time.perf_counter()
