@@ -142,7 +142,7 @@ class Deferred(Joins):
 
     @torch.no_grad()
     def solve(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Turn gradients in `.grad` into directions, where backward passes have summed S since the last solve.
+        """Turn gradients in `.grad` into directions, where backward passes have come since the last solve.
 
         Args:
             parameters: solve only systems that one of these is in.
@@ -188,10 +188,11 @@ class Deferred(Joins):
         if self.averages is not None:
             self.averages.take_in(steps)
             return steps
-        for cluster, found in steps.items():
+        for found in steps.values():
             for equation, S, samples in join(found):
                 settings = equation.layer._settings
                 direct(equation, SolveOnce(absolute_form(S, samples, settings), settings.solver))
+        for cluster in steps:
             self._watches[cluster].note_solved()
         return steps
 

@@ -182,14 +182,12 @@ class Reduction:
         for _ in self._arrivals():
             pass
         self._drop_zeroed()
-        if not synchronised:
+        sums = self.ranks.sums(self.systems[0].parameters[0]) if self.systems else None
+        if sums is None or not synchronised:
             return
         for system in self.systems:
             system.note_average()
-        systems = [s for s in reversed(self.systems) if self._takes_part(s) and s.observed]
-        sums = self.ranks.sums(systems[0].parameters[0]) if systems else None
-        if sums is not None:
-            self._round = Round(sums, systems)
+        self._round = Round(sums, [s for s in reversed(self.systems) if self._takes_part(s) and s.observed])
 
     def _reached(self, system: System) -> None:
         if self._round is not None:
