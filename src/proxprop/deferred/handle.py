@@ -80,12 +80,13 @@ class Attachment:
 
     def _refuse_other_parameters(self) -> None:
         """Raise where a gradient would not reach the parameters that S is summed for."""
-        if any(module._parameters.get(name) is not parameter for module, name, parameter in self._parameters):
-            raise RuntimeError(
-                f"{self.layer._failures.layer}: its parameters are not the ones it was attached with: they were "
-                "replaced (load_state_dict(assign=True)) or others were passed (torch.func.functional_call). Call "
-                "proxprop.detach(model), and attach again with an optimizer that holds the new ones"
-            )
+        for module, name, parameter in self._parameters:
+            if module._parameters.get(name) is not parameter:
+                raise RuntimeError(
+                    f"{self.layer._failures.layer}: its parameters are not the ones it was attached with: they were "
+                    "replaced (load_state_dict(assign=True)) or others were passed (torch.func.functional_call). "
+                    "Call proxprop.detach(model), and attach again with an optimizer that holds the new ones"
+                )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -147,11 +148,11 @@ class Deferred(Joins):
         Args:
             parameters: solve only systems that one of these is in.
         """
-        chosen = None if parameters is None else set(parameters)
+        chosen = None if parameters is None else {id(p) for p in parameters}  # tensors are slow to hash
         systems: list[System] = []
         resting: list[Cluster] = []
         for cluster, watch in self._watches.items():
-            if chosen is not None and chosen.isdisjoint(cluster.parameters):
+            if chosen is not None and chosen.isdisjoint(cluster.ids):
                 continue
             if not cluster.resting:
                 systems += cluster.systems

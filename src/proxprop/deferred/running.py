@@ -127,6 +127,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.parameters = list({p: None for system in self.systems for p in system.parameters})
+        self.ids = {id(p) for p in self.parameters}
         self._made_for: list[bool] = []
         self.reach(0)
 
@@ -144,7 +145,10 @@ class Cluster:
     @property
     def resting(self) -> bool:
         """Whether its parameters are trained in this step without S."""
-        return not self.observed and any(self._trained())
+        if self.due:
+            return False
+        trained = self._trained()
+        return trained == self._made_for and any(trained)
 
     def keep(self, operators: list[tuple[Equation, Operator]]) -> None:
         """Take on operators for the parameters that are trained now."""

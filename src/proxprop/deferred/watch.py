@@ -12,6 +12,9 @@ from proxprop.deferred.shards import local
 from proxprop.deferred.system import weakly
 from proxprop.distributed import mesh_of
 
+NONE = -1
+"""Stands for a gradient that is not there, where others have a number."""
+
 
 class Watch:
     """Watches the gradients of systems that share parameters, mostly of one alone.
@@ -33,8 +36,8 @@ class Watch:
         self._spread = any(mesh_of(p) is not None for p in self.parameters)
         self._task = -1
         self._summed = self._warned = self._mixed = False
-        self._versions: dict[nn.Parameter, int] = {}
-        self._solved: dict[nn.Parameter, tuple[int, int]] = {}
+        self._versions = [NONE] * len(self.parameters)
+        self._solved: list[tuple[int, int]] = []
         self._hooks: dict[Tensor, Any] = {}
         self.follow(self.parameters)
         for system in self.systems:
@@ -44,9 +47,9 @@ class Watch:
         """Notice when a gradient comes to these: in a step that is not observed, and before S in a compiled one."""
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._hooks:
-                self._hooks[parameter] = parameter.register_hook(weakly(self._before_gradient))
+                self._hooks[parameter] = parameter.register_hook(weakly(self.notice))
 
-    def notice(self) -> None:
+    def notice(self, _: Tensor | None = None) -> None:
         """A gradient, or S, is about to be added to."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
@@ -75,7 +78,7 @@ class Watch:
 
     def note_solved(self) -> None:
         """The gradients hold the direction now."""
-        self._solved = {p: (version, self._place(p)) for p, version in self._current().items()}
+        self._solved = list(zip(self._current(), map(self._place, self.parameters), strict=True))
         self.waiting = False
         for system in self.systems:
             system.calls = 0
@@ -87,22 +90,21 @@ class Watch:
         for system in self.systems:
             system.watch = None
 
-    def _before_gradient(self, _: Tensor) -> None:
-        self.notice()
-
     def _forget_if_zeroed(self) -> None:
         """Drop S if a gradient that belongs to it was set to None or to zero; the latter is decided on the device."""
-        gradients = {p: p.grad for p in self._versions or self.parameters}
+        seen = max(self._versions) != NONE
+        last = zip(self.parameters, self._versions, strict=True)
+        gradients = [(p.grad, version) for p, version in last if version != NONE or not seen]
         # FSDP2 keeps gradients to itself until it averages them: there, None says nothing before the first was seen.
-        none = not self._versions and not self._spread and all(g is None for g in gradients.values())
-        empty = any(g is not None and g.is_sparse and g._nnz() == 0 for g in gradients.values())
-        if none or empty or any(gradients[p] is None for p in self._versions):
+        none = not seen and not self._spread and all(g is None for g, _ in gradients)
+        empty = any(g is not None and g.is_sparse and g._nnz() == 0 for g, _ in gradients)
+        if none or empty or (seen and any(g is None for g, _ in gradients)):
             for system in self.systems:
                 system.forget()
         if none or self._spread:
             return
-        for parameter, gradient in gradients.items():
-            if gradient is None or gradient.is_sparse or gradient._version == self._versions.get(parameter):
+        for gradient, version in gradients:
+            if gradient is None or gradient.is_sparse or gradient._version == version:
                 continue
             self._clear(~gradient.any())
 
@@ -117,11 +119,14 @@ class Watch:
         """Whether a gradient is surely still the direction of the last solve."""
         return bool(self._solved) and self._among(self._current())
 
-    def _among(self, now: dict[nn.Parameter, int]) -> bool:
+    def _among(self, now: list[int]) -> bool:
         """Whether one of these gradients is as the last solve left it."""
-        return any(self._solved.get(p) == (version, self._place(p)) for p, version in now.items())
+        for parameter, version, solved in zip(self.parameters, now, self._solved, strict=False):
+            if version != NONE and solved == (version, self._place(parameter)):
+                return True
+        return False
 
-    def _note_pass(self, before: dict[nn.Parameter, int], mixed: bool) -> None:
+    def _note_pass(self, before: list[int], mixed: bool) -> None:
         """A backward pass has ended: remember the gradients that S belongs to, and whether they hold a direction."""
         self._task = -1
         self._versions = self._current()
@@ -129,7 +134,7 @@ class Watch:
         counts = self._summed or (changed and self.cluster.resting)
         self._mixed = mixed and counts
         if counts:
-            self._solved, self.waiting = {}, True
+            self._solved, self.waiting = [], True
         if changed and not counts and not self._warned:
             self._warned = True
             warnings.warn(
@@ -140,13 +145,14 @@ class Watch:
                 stacklevel=2,
             )
 
-    def _current(self) -> dict[nn.Parameter, int]:
-        """The gradients that are there, and how often each was written to."""
-        found = {p: g._version for p in self.parameters if (g := p.grad) is not None}
+    def _current(self) -> list[int]:
+        """How often each gradient that is there was written to."""
+        found = [NONE if (g := p.grad) is None else g._version for p in self.parameters]
         if not self._spread:
             return found
         # A DTensor counts what it is asked to do, and the tensor inside what FSDP2 and we do to that.
-        return {p: version + local(p.grad)._version for p, version in found.items()}
+        inside = (NONE if (g := p.grad) is None else local(g)._version for p in self.parameters)
+        return [own if own == NONE else own + more for own, more in zip(found, inside, strict=True)]
 
     def _place(self, parameter: nn.Parameter) -> int:
         """Where a gradient lies. DDP may put it elsewhere, where writes are counted anew."""
