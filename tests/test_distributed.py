@@ -112,6 +112,7 @@ ON_ANY_RANKS = [
         "Running averages over ranks, observed in some steps (`Running(observe=...)`)",
         *(f"observe-{kind}{how}" for kind in ("ddp", "fsdp") for how in OBSERVED),
         "observe-ddp-bucket-view",
+        "observe-ddp-static-graph",
         "observe-ddp-unused",
         "observe-ddp-unused-in-place",
         "observe-ddp-join",

@@ -151,6 +151,7 @@ CASES: dict[str, Callable[[], None]] = {
     "observe-ddp-attention": partial(as_one_process, "ddp", "", network="attention"),
     "observe-fsdp-attention": partial(as_one_process, "fsdp", "clip", network="attention"),
     "observe-ddp-bucket-view": partial(as_one_process, "ddp", "clip-in-place", gradient_as_bucket_view=True),
+    "observe-ddp-static-graph": partial(as_one_process, "ddp", "clip", static_graph=True),
     "observe-ddp-unused": partial(layer_unused_on_some_ranks, to_none=True),
     "observe-ddp-unused-in-place": partial(layer_unused_on_some_ranks, to_none=False),
     "observe-ddp-join": uneven_inputs,
