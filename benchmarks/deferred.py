@@ -28,7 +28,12 @@ from proxprop import Exact, Running
 from proxprop.packing import pack, packed_size, unpack
 from proxprop.solve.exact import by_factor, factorize
 
-METHODS = ("backprop", "immediate", "deferred", "running-1", "running-10")
+METHODS = ("backprop", "immediate", "deferred", "running-1", "running-10", "observe-10")
+RUNNING = {
+    "running-1": Running(every=1),
+    "running-10": Running(every=10),
+    "observe-10": Running(every=10, observe=10),
+}
 DEFAULT = ("mlp-500", "resnet18-128", "gpt2-block-8x1024")
 SIZES = (256, 512, 1024, 2048, 4096, 8192, 11008)
 STEPS = 10
@@ -100,8 +105,8 @@ def prepare(network: Network, method: str, device: str) -> tuple[nn.Module, Call
     (optimizer,) = make_optimizers(model, network.optimizer, device)
     if method == "deferred":
         proxprop.attach(optimizer, model)
-    elif method.startswith("running-"):
-        proxprop.attach(optimizer, model, running=Running(every=int(method.removeprefix("running-"))))
+    elif method in RUNNING:
+        proxprop.attach(optimizer, model, running=RUNNING[method])
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)

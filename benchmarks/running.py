@@ -17,6 +17,7 @@ OVERHEAD = {
     "deferred": "deferred",
     "running-1": "running, `every=1`",
     "running-10": "running, `every=10`",
+    "observe-10": "and `observe=10`",
 }
 PLAIN = "the gradient"
 MUON = {"backprop": PLAIN, "exact": "S of the batch", "running:10": "a running S"}
@@ -109,7 +110,9 @@ def fed(row: dict) -> str:
     if row["damping"] is None:
         return PLAIN
     rows = "" if row["rows"] is None else f", {row['rows']:,} rows"
-    return f"a running S, ρ = {row['damping']:g}{rows}"
+    observe = row.get("observe", 1)
+    steps = "" if observe == 1 else f", S of one step in {observe}"
+    return f"a running S, ρ = {row['damping']:g}{rows}{steps}"
 
 
 def losses(corner: str, names: dict, cells: Cells) -> str:

@@ -86,17 +86,26 @@ class GPT(nn.Module):
 
 @dataclass(frozen=True)
 class Method:
-    """A learning rate; the damping of a running S, or None for AdamW alone; the rows S is estimated from, or all."""
+    """A learning rate; the damping of a running S, or None for AdamW alone; the rows S is estimated from, or all.
+
+    S is summed in the first of `observe` steps.
+    """
 
     lr: float
     damping: float | None = None
     rows: int | None = None
+    observe: int = 1
 
     @classmethod
     def parse(cls, written: str) -> "Method":
-        """From `lr`, `lr:damping`, or `lr:damping:rows`."""
-        lr, damping, rows, *_ = (*written.split(":"), "", "")
-        return cls(float(lr), float(damping) if damping else None, int(rows) if rows else None)
+        """From `lr`, `lr:damping`, `lr:damping:rows` or `lr:damping:rows:observe`; rows may be empty."""
+        lr, damping, rows, observe, *_ = (*written.split(":"), "", "", "")
+        return cls(
+            float(lr),
+            float(damping) if damping else None,
+            int(rows) if rows else None,
+            int(observe) if observe else 1,
+        )
 
 
 def text(device: torch.device) -> tuple[Tensor, Tensor, str]:
@@ -125,9 +134,12 @@ def train(method: Method, seed: int, options: argparse.Namespace) -> dict[str, o
     optimizer = torch.optim.AdamW(model.parameters(), lr=method.lr, betas=(0.9, 0.95), weight_decay=0.1)
     if method.damping is not None:
         proxprop.convert(model, proxprop.Exact())
-        running = proxprop.Running(decay=0.95, every=10, damping=method.damping, rows=method.rows)
+        running = proxprop.Running(
+            decay=0.95, every=10, damping=method.damping, rows=method.rows, observe=method.observe
+        )
         proxprop.attach(optimizer, model, running=running)
     if options.compile:
+        torch.compiler.reset()  # what was compiled for another method would count as a recompilation
         model.compile()
     generator = torch.Generator().manual_seed(seed)
     losses, began = [], time.perf_counter()
@@ -194,7 +206,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     study = [Method(lr) for lr in RATES] + [Method(lr, rho, ROWS) for rho in DAMPINGS for lr in RATES]
     parser.add_argument(
-        "--methods", type=Method.parse, nargs="+", default=study, metavar="LR[:DAMPING[:ROWS]]"
+        "--methods", type=Method.parse, nargs="+", default=study, metavar="LR[:DAMPING[:ROWS[:OBSERVE]]]"
     )
     parser.add_argument(
         "--compile", action="store_true", help="torch.compile the model; S then takes all rows"

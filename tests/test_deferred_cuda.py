@@ -67,7 +67,11 @@ def test_rows_give_the_step_of_s(solver: Solver, samples: int) -> None:
 
 
 @SOLVERS
-@pytest.mark.parametrize("running", [None, Running(every=2), Running(every=2, rows=50)], ids=str)
+@pytest.mark.parametrize(
+    "running",
+    [None, Running(every=2), Running(every=2, rows=50), Running(every=2, observe=2)],
+    ids=str,
+)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_nothing_waits_for_the_gpu(solver: Solver, running: Running | None, set_to_none: bool) -> None:
     model, (x, y) = network(solver), batch()

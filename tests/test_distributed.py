@@ -27,6 +27,17 @@ def row(
     return pytest.param(cases, marks=marks, id=cases[0])
 
 
+OBSERVED = [
+    "",
+    "-in-place",
+    "-clip",
+    "-clip-in-place",
+    "-accumulate",
+    "-accumulate-in-place",
+    "-skip",
+    "-skip-in-place",
+    "-attention",
+]
 ON_ANY_RANKS = [
     row(
         "DistributedDataParallel",
@@ -97,6 +108,17 @@ ON_ANY_RANKS = [
         note="shards do not follow rows; use `fully_shard`",
     ),
     row("Running averages over ranks", "running-ddp", "running-fsdp"),
+    row(
+        "Running averages over ranks, observed in some steps (`Running(observe=...)`)",
+        *(f"observe-{kind}{how}" for kind in ("ddp", "fsdp") for how in OBSERVED),
+        "observe-ddp-bucket-view",
+        "observe-ddp-static-graph",
+        "observe-ddp-unused",
+        "observe-ddp-unused-in-place",
+        "observe-ddp-join",
+        "observe-ddp-resumed",
+        note="nothing is sent for S in the steps between",
+    ),
     row(
         "NaN and infinities on one rank",
         "broken-S",

@@ -20,9 +20,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from data_parallel import CASES as DATA_PARALLEL
 from faults import CASES as FAULTS
 from faults import FATAL, TIMEOUT
+from observed import CASES as OBSERVED
 from sharded import CASES as SHARDED
 
-CASES = {**DATA_PARALLEL, **SHARDED, **FAULTS}
+CASES = {**DATA_PARALLEL, **SHARDED, **FAULTS, **OBSERVED}
 
 
 def main() -> None:

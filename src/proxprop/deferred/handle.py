@@ -1,6 +1,6 @@
 """What `attach` returns: the layers of a model whose steps are solved when their optimizer steps."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,14 @@ from proxprop.deferred.choice import Choice
 from proxprop.deferred.equation import Equation, components
 from proxprop.deferred.joining import Joins
 from proxprop.deferred.joint import Term, join
-from proxprop.deferred.operator import Operator, SolveOnce, absolute_form
+from proxprop.deferred.operator import SolveOnce, absolute_form
 from proxprop.deferred.reduction import Reduction
 from proxprop.deferred.rows import RowSolve
 from proxprop.deferred.running import Averages, Cluster, Running
 from proxprop.deferred.state import load_state_dict, state_dict
 from proxprop.deferred.step import direct
 from proxprop.deferred.system import System
+from proxprop.deferred.together import Directions
 from proxprop.deferred.watch import Watch
 from proxprop.distributed import mesh_of
 from proxprop.nn import ProximalLayer
@@ -27,21 +28,21 @@ from proxprop.nn import ProximalLayer
 class Attachment:
     """One layer's tie to deferred mode. A copy or a pickle of the layer is not attached."""
 
-    def __init__(self, deferred: "Deferred", layer: ProximalLayer, systems: dict[str, System]) -> None:
-        self.deferred, self.layer, self.systems = deferred, layer, systems
+    def __init__(
+        self, deferred: "Deferred", layer: ProximalLayer, systems: dict[str, System], watches: list[Watch]
+    ) -> None:
+        self.deferred, self.layer, self.systems, self._watches = deferred, layer, systems, watches
         self._parameters = [
             (module, name, parameter)
             for module in layer.modules()
             for name, parameter in module.named_parameters(recurse=False)
             if mesh_of(parameter) is None
         ]
+        self._spread = any(mesh_of(parameter) is not None for parameter in layer.parameters())
 
     def leaves(self, part: str, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The leaves of one of the layer's systems."""
-        if not torch.compiler.is_compiling():
-            self._refuse_other_parameters()
-        self.deferred.reduction.notice()
-        self.deferred.refuse_uneven_inputs()
+        self._begin_call()
         return self.systems[part].leaves(device, dtype)
 
     def summing(self, part: str) -> System:
@@ -56,14 +57,36 @@ class Attachment:
         """Whether the layer keeps BackProp's gradient."""
         return not self.systems
 
+    def observed(self) -> bool:
+        """Whether S of any of the layer's systems is summed in this step; else a call runs torch's own layer."""
+        for watch in self._watches:
+            if watch.cluster.observed:
+                return True
+        # FSDP2 gives gradients to gathered parameters, which a compiled call can't follow: only S tells of them there.
+        if self._spread and torch.compiler.is_compiling():
+            return True
+        self._begin_call()
+        if self._spread:
+            for watch in self._watches:
+                watch.follow(self.layer.parameters())
+        return False
+
+    def _begin_call(self) -> None:
+        """What to look at in every call that gradients will come from."""
+        if not torch.compiler.is_compiling():
+            self._refuse_other_parameters()
+        self.deferred.reduction.notice()
+        self.deferred.refuse_uneven_inputs()
+
     def _refuse_other_parameters(self) -> None:
         """Raise where a gradient would not reach the parameters that S is summed for."""
-        if any(module._parameters.get(name) is not parameter for module, name, parameter in self._parameters):
-            raise RuntimeError(
-                f"{self.layer._failures.layer}: its parameters are not the ones it was attached with: they were "
-                "replaced (load_state_dict(assign=True)) or others were passed (torch.func.functional_call). Call "
-                "proxprop.detach(model), and attach again with an optimizer that holds the new ones"
-            )
+        for module, name, parameter in self._parameters:
+            if module._parameters.get(name) is not parameter:
+                raise RuntimeError(
+                    f"{self.layer._failures.layer}: its parameters are not the ones it was attached with: they were "
+                    "replaced (load_state_dict(assign=True)) or others were passed (torch.func.functional_call). "
+                    "Call proxprop.detach(model), and attach again with an optimizer that holds the new ones"
+                )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -89,14 +112,21 @@ class Deferred(Joins):
         self.optimizers, self.choices = list(optimizers), dict(choices)
         self.averages = Averages(running) if running is not None else None
         self.systems: list[System] = []
-        for name, choice in self.choices.items():
-            if choice.mode != "immediate":
-                choice.layer._attached = Attachment(self, choice.layer, self._systems(name, choice))
-        self.clusters = [Cluster(systems) for systems in components(self.systems)]
-        self._watches = {cluster: Watch(cluster.systems) for cluster in self.clusters}
+        parts = {
+            choice.layer: self._systems(name, choice)
+            for name, choice in self.choices.items()
+            if choice.mode != "immediate"
+        }
+        observe = running.observe if running is not None else 1
+        self.clusters = [Cluster(systems, observe) for systems in components(self.systems)]
+        self._watches = {cluster: Watch(cluster) for cluster in self.clusters}
         for cluster in self.clusters:
             cluster.systems[0].alone = len(cluster.systems) == 1 and running is None
         self._cluster_of: dict[Equation, Cluster] = {s: c for c in self.clusters for s in c.systems}
+        for layer, systems in parts.items():
+            clusters = dict.fromkeys(self._cluster_of[system] for system in systems.values())
+            layer._attached = Attachment(self, layer, systems, [self._watches[c] for c in clusters])
+        self._directions = Directions()
         self.reduction = Reduction(model, self.systems)
         self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
 
@@ -113,25 +143,32 @@ class Deferred(Joins):
 
     @torch.no_grad()
     def solve(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Turn gradients in `.grad` into directions, where backward passes have summed S since the last solve.
+        """Turn gradients in `.grad` into directions, where backward passes have come since the last solve.
 
         Args:
             parameters: solve only systems that one of these is in.
         """
-        chosen = None if parameters is None else set(parameters)
-        clusters = [
-            c
-            for c in self.clusters
-            if chosen is None or any(not chosen.isdisjoint(s.parameters) for s in c.systems)
-        ]
-        systems = [s for c in clusters for s in c.systems]
+        chosen = None if parameters is None else {id(p) for p in parameters}  # tensors are slow to hash
+        systems: list[System] = []
+        resting: list[Cluster] = []
+        for cluster, watch in self._watches.items():
+            if chosen is not None and chosen.isdisjoint(cluster.ids):
+                continue
+            if not cluster.resting:
+                systems += cluster.systems
+            elif watch.waiting:
+                watch.refuse_mixed()
+                resting.append(cluster)
         self._solve_rows(systems)
+        taken: list[Cluster] = []
         shared: list[Term] = []
         for terms in self.reduction.summed(systems):
             alone = [term for term in terms if len(self._cluster_of[term.equation].systems) == 1]
             shared += [term for term in terms if len(self._cluster_of[term.equation].systems) > 1]
-            self._solve(alone)
-        self._solve(shared)
+            taken += self._solve(alone)
+        taken += self._solve(shared)
+        if self.averages is not None:
+            self._step(taken, resting)
 
     def _solve_rows(self, systems: Sequence[System]) -> None:
         """Solve for systems that have kept rows instead of S."""
@@ -142,27 +179,36 @@ class Deferred(Joins):
                 direct(system, RowSolve(rows, system.layer._settings))
                 watch.note_solved()
 
-    def _solve(self, terms: Sequence[Term]) -> None:
-        """Solve for clusters of which all terms are here."""
+    def _solve(self, terms: Sequence[Term]) -> Iterable[Cluster]:
+        """Take in S of clusters of which all terms are here; without running averages, solve for them."""
         steps: dict[Cluster, list[Term]] = {}
         for term in terms:
             steps.setdefault(self._cluster_of[term.equation], []).append(term)
         for cluster in steps:
             self._watches[cluster].refuse_mixed()
-        for equation, operator in self._operators(steps):
-            direct(equation, operator)
+        if self.averages is not None:
+            self.averages.take_in(steps)
+            return steps
+        for found in steps.values():
+            for equation, S, samples in join(found):
+                settings = equation.layer._settings
+                direct(equation, SolveOnce(absolute_form(S, samples, settings), settings.solver))
         for cluster in steps:
             self._watches[cluster].note_solved()
+        return steps
 
-    def _operators(self, steps: Mapping[Cluster, Sequence[Term]]) -> Iterator[tuple[Equation, Operator]]:
-        """What turns the gradients of these clusters into directions."""
-        if self.averages is not None:
-            yield from self.averages.operators(steps)
-            return
-        for terms in steps.values():
-            for equation, S, samples in join(terms):
-                settings = equation.layer._settings
-                yield equation, SolveOnce(absolute_form(S, samples, settings), settings.solver)
+    def _step(self, taken: Sequence[Cluster], resting: Sequence[Cluster]) -> None:
+        """Turn gradients with the operators that are kept, of clusters whose S was taken in and of others."""
+        for cluster in resting:
+            for system in cluster.systems:
+                system.forget()  # a graph from an observed step, or a layer with another cluster that is observed
+        turned = [*taken, *(c for c in resting if not self._watches[c].holds_direction())]
+        self._directions.turn([pair for cluster in turned for pair in cluster.operators])
+        for cluster in (*taken, *resting):
+            cluster.reach(cluster.steps + 1)
+            self._watches[cluster].note_solved()
+        for cluster in taken:
+            self._watches[cluster].follow(cluster.parameters)
 
     def sampling(self, system: System) -> Sampling | None:
         """Which rows S of the next call is estimated from; None for all."""
@@ -208,7 +254,7 @@ class Deferred(Joins):
             watch.release()
         for choice in self.choices.values():
             choice.layer._attached = None
-        self._hooks, self.systems, self.clusters = [], [], []
+        self._hooks, self.systems, self.clusters, self._watches = [], [], [], {}
 
     def state_dict(self) -> dict[str, Tensor]:
         """The running averages as a dict of tensors, to be saved beside the model's and the optimizer's state.

@@ -99,12 +99,12 @@ class SolveOnce(Solve):
         return self.solver.features(self.form.M, B, self.form.damping).times(self.form.factor)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Inverse:
     """`factor·(λI + M)⁻¹` as a matrix; `1/(λ + trace M)` times the factor where a factorisation failed.
 
     Attributes:
-        kept: the matrix `[groups, features, features]`.
+        kept: the matrix `[groups, features, features]`, which may be moved to lie beside others.
     """
 
     kept: Tensor

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from proxprop.deferred.joint import Term
 from proxprop.deferred.system import System
-from proxprop.distributed import Bucket, Ranks, Sums, active_ddp
+from proxprop.distributed import Bucket, Ranks, Sums, active_ddp, several_ranks
 from proxprop.packing import buckets
 
 Sent = tuple[list[System], Bucket]
@@ -106,6 +106,8 @@ class Reduction:
 
     def _send_now(self, systems: Sequence[System]) -> None:
         """Send what no round was about: under FSDP2 all, under DDP what came after a round or in a first step."""
+        if not several_ranks():
+            return
         covered = {system for sent, _ in self._sent for system in sent} | self._totals.keys()
         waiting = [s for s in systems if s.current and (s.S is not None or s not in covered)]
         waiting = [s for s in waiting if self.ranks.sums(s.parameters[0]) is not None]
@@ -180,10 +182,12 @@ class Reduction:
         for _ in self._arrivals():
             pass
         self._drop_zeroed()
-        systems = [s for s in reversed(self.systems) if self._takes_part(s)]
-        sums = self.ranks.sums(systems[0].parameters[0]) if systems else None
-        if synchronised and sums is not None:
-            self._round = Round(sums, systems)
+        sums = self.ranks.sums(self.systems[0].parameters[0]) if self.systems else None
+        if sums is None or not synchronised:
+            return
+        for system in self.systems:
+            system.note_average()
+        self._round = Round(sums, [s for s in reversed(self.systems) if self._takes_part(s) and s.observed])
 
     def _reached(self, system: System) -> None:
         if self._round is not None:

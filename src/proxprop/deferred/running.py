@@ -1,7 +1,7 @@
 """Running averages of S, inverted every so many steps."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -42,30 +42,39 @@ class Running:
 
     Args:
         decay: how much of the average is kept from one step to the next, in [0, 1).
-        every: the average is updated in every step, and inverted in the first step and every so many after it.
+        every: the average is inverted in the first step and every so many after it.
         damping: ρ > 0. None takes the layer's own `tau_theta` and `scaling`, with `N_t·C` in the place of S.
         rows: estimate S of a call from so many of its rows, drawn without replacement, and scale it up. The
             estimate is unbiased, and its mean square error is `N²/rows·(1 − rows/N)·s²`, with
             `s² = Σ‖aaᵀ − S/N‖² / (N − 1)` over the N rows a. The gradient takes all rows. None takes all for S too.
+        observe: S is summed in a layer's first step and every so many after it, a divisor of `every`. The steps
+            between run torch's own layer, at its own cost, and turn its gradient with what was kept. The average
+            looks as many steps back: from one observed step to the next, `decay**observe` of it is kept.
 
     Example:
         >>> Running(decay=0.9, every=5)
-        Running(decay=0.9, every=5, damping=0.3, rows=None)
+        Running(decay=0.9, every=5, damping=0.3, rows=None, observe=1)
     """
 
     decay: float = 0.95
     every: int = 10
     damping: float | None = 0.3
     rows: int | None = None
+    observe: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
             raise ValueError(f"decay should be at least 0 and less than 1 but is {self.decay}")
-        for name, value in (("every", self.every), ("rows", self.rows)):
+        for name, value in (("every", self.every), ("rows", self.rows), ("observe", self.observe)):
             if name == "rows" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} should be a whole number of at least 1 but is {value!r}")
+        if self.every % self.observe:
+            raise ValueError(
+                f"every should be a multiple of observe, so that S is there when it is inverted, but they are "
+                f"{self.every} and {self.observe}"
+            )
         if self.damping is not None and not (self.damping > 0 and math.isfinite(self.damping)):
             raise ValueError(f"damping should be > 0 and finite, or None, but is {self.damping}")
 
@@ -104,18 +113,53 @@ class Cluster:
 
     Attributes:
         systems: the systems.
+        observe: S is summed in the first of so many steps.
         operators: an equation and its operator each, since they were last made.
         steps: how many steps it took.
+        due: whether S is to be summed in this step. A compiled layer sees this, and no number that is new each step.
     """
 
     systems: Sequence[System]
-    operators: list[tuple[Equation, Operator]] = field(default_factory=list)
-    steps: int = 0
+    observe: int = 1
+    operators: list[tuple[Equation, Operator]] = field(default_factory=list, init=False)
+    steps: int = field(init=False)
+    due: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parameters = list({p: None for system in self.systems for p in system.parameters})
+        self.ids = {id(p) for p in self.parameters}
+        self._made_for: list[bool] = []
+        self.reach(0)
 
     @property
     def name(self) -> str:
         """The first system's."""
         return self.systems[0].name
+
+    @property
+    def observed(self) -> bool:
+        """Whether S is summed in this step: it is due, or other parameters are trained than operators were made for."""
+        trained = self._trained()
+        return (self.due or trained != self._made_for) and any(trained)
+
+    @property
+    def resting(self) -> bool:
+        """Whether its parameters are trained in this step without S."""
+        if self.due:
+            return False
+        trained = self._trained()
+        return trained == self._made_for and any(trained)
+
+    def keep(self, operators: list[tuple[Equation, Operator]]) -> None:
+        """Take on operators for the parameters that are trained now."""
+        self.operators, self._made_for = operators, self._trained()
+
+    def _trained(self) -> list[bool]:
+        return [p.requires_grad for p in self.parameters]
+
+    def reach(self, steps: int) -> None:
+        """Go on from so many steps."""
+        self.steps, self.due = steps, steps % self.observe == 0
 
 
 class Averages:
@@ -143,22 +187,19 @@ class Averages:
             self.averages[system] = Average(held.S.to(S), held.samples.to(S))
         return self.averages[system]
 
-    def operators(self, steps: Mapping[Cluster, Sequence[Term]]) -> Iterator[tuple[Equation, Operator]]:
-        """Take in a step of clusters' systems, and give what turns their gradients into directions."""
+    def take_in(self, steps: Mapping[Cluster, Sequence[Term]]) -> None:
+        """Take in an observed step of clusters' systems, and make their operators anew where it is time."""
         counted = steps.items() if self.running.damping is None else ()
         samples = {cluster: total(terms) for cluster, terms in counted}  # before they are overwritten
-        started = self._take_in([term for terms in steps.values() for term in terms])
+        started = self._update([term for terms in steps.values() for term in terms])
         due = {
             cluster: samples.get(cluster)
             for cluster, terms in steps.items()
             if cluster.steps % self.running.every == 0 or any(term.equation in started for term in terms)
         }
         self._invert(due)
-        for cluster in steps:
-            cluster.steps += 1
-            yield from cluster.operators
 
-    def _take_in(self, terms: Sequence[Term]) -> set[Equation]:
+    def _update(self, terms: Sequence[Term]) -> set[Equation]:
         """Update the averages; returns the systems whose average was started or moved here."""
         started = set[Equation]()
         alike: dict[tuple[torch.device, torch.dtype], list[tuple[Average, Average]]] = {}
@@ -170,7 +211,7 @@ class Averages:
             if average is not held:
                 started.add(term.equation)
         for pairs in alike.values():
-            update(pairs, self.running.decay)
+            update(pairs, self.running.decay**self.running.observe)
         return started
 
     def _joined(self, cluster: Cluster) -> Iterable[Term]:
@@ -189,7 +230,7 @@ class Averages:
         )
         made = kept_operators(forms)
         for cluster in clusters:
-            cluster.operators = []
+            cluster.keep([])
         for (cluster, term, _), (operator, failed) in zip(due, made, strict=True):
             cluster.operators.append((term.equation, operator))
             term.equation.layer._failures.note(failed)

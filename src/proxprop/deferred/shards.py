@@ -64,8 +64,8 @@ def _own(block: Block | None) -> Piece | None:
     if block is None:
         return None
     gradient = block.parameter.grad
-    shape = _local(block.parameter).shape
-    return Piece(_local(gradient) if gradient is not None else None, shape)
+    shape = local(block.parameter).shape
+    return Piece(local(gradient) if gradient is not None else None, shape)
 
 
 def _by_outputs(equation: Equation, blocks: Sequence[Block | None]) -> bool:
@@ -98,7 +98,7 @@ def _gathered(equation: Equation, blocks: Sequence[Block | None]) -> Share:
 
     def put_back() -> None:
         for parameter, direction in whole.items():
-            _local(parameter.grad).copy_(_shard_of(direction, parameter))
+            local(parameter.grad).copy_(_shard_of(direction, parameter))
 
     return Share(pieces, equation.layout, put_back=put_back)
 
@@ -109,10 +109,10 @@ def _sharded_dimension(parameter: Any) -> int | None:
     return cut[0] if len(cut) == 1 else None
 
 
-def _local(tensor: Any) -> Tensor:
+def local(tensor: Any) -> Tensor:
     """What this rank holds; shares memory."""
-    local: Tensor = tensor.to_local() if mesh_of(tensor) is not None else tensor
-    return local
+    held: Tensor = tensor.to_local() if mesh_of(tensor) is not None else tensor
+    return held
 
 
 def _full(tensor: Any) -> Tensor:

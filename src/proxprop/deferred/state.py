@@ -36,7 +36,7 @@ def _prepare(averages: Averages, cluster: Cluster, systems: Sequence[System]) ->
         if system not in averages.averages and system.trained:
             averages.average(Term(system, *system.split(system.current)))
     if not cluster.operators:
-        cluster.operators = averages.empty_operators(cluster)
+        cluster.keep(averages.empty_operators(cluster))
 
 
 def load_state_dict(averages: Averages, clusters: Sequence[Cluster], state: Mapping[str, Tensor]) -> None:
@@ -48,7 +48,7 @@ def load_state_dict(averages: Averages, clusters: Sequence[Cluster], state: Mapp
     expected = set[str]()
     for cluster in clusters:
         _prepare(averages, cluster, [s for s in cluster.systems if f"{s.name}.S" in state])
-        cluster.operators = averages.empty_operators(cluster)
+        cluster.keep(averages.empty_operators(cluster))
     for name, tensor in _entries(averages, clusters):
         expected.add(name)
         if name not in state:
@@ -58,6 +58,6 @@ def load_state_dict(averages: Averages, clusters: Sequence[Cluster], state: Mapp
             raise ValueError(f"{name!r} should have shape {wanted} but has {found}")
         tensor.copy_(state[name])
     for cluster in clusters:
-        cluster.steps = int(state[f"{cluster.name}.steps"])
+        cluster.reach(int(state[f"{cluster.name}.steps"]))
     if unknown := sorted(set(state) - expected):
         raise ValueError(f"the state has {unknown[0]!r}, which this model has no use for")

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from proxprop.deferred.watch import Watch
 
 
-def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+def weakly(method: Any) -> Callable[[Tensor], None]:
     """A hook that does not keep its object alive: Python can't see cycles that lead through a tensor's graph."""
-    reference = weakref.WeakMethod(method)
+    owner, function = weakref.ref(method.__self__), method.__func__
 
     def hook(tensor: Tensor) -> None:
-        found = reference()
+        found = owner()
         if found is not None:
-            found(tensor)
+            function(found, tensor)
 
     return hook
 
@@ -77,7 +77,7 @@ class System(Equation):
     @property
     def holds(self) -> bool:
         """Whether anything was summed or kept."""
-        return bool(self._rows or self._sums)
+        return bool(self._rows) or any(leaf.grad is not None for leaf in self._leaves)
 
     @property
     def _sums(self) -> list[Tensor]:
@@ -168,6 +168,16 @@ class System(Equation):
             S = call.gram().contiguous()  # as autograd lays out what it adds to
         for leaf, more in zip(self._leaves, (S, S.new_full((), call.sizes.samples)), strict=False):
             leaf.grad = more if leaf.grad is None else leaf.grad + more
+
+    @property
+    def observed(self) -> bool:
+        """Whether S is summed in this step."""
+        return self.watch is None or self.watch.cluster.observed
+
+    def note_average(self) -> None:
+        """A backward pass begins whose gradients are averaged over ranks, also of a layer that this one did not use."""
+        if self.watch is not None:
+            self.watch.waiting = True
 
     def note_again(self) -> None:
         """A backward pass adds to the gradient what S was added for before."""

@@ -1,13 +1,19 @@
 """Keeps S in step with the gradient it belongs to: started anew when the user zeroes it, and never mixed."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from proxprop.deferred.system import System, weakly
+from proxprop.deferred.running import Cluster
+from proxprop.deferred.shards import local
+from proxprop.deferred.system import weakly
 from proxprop.distributed import mesh_of
+
+NONE = -1
+"""Stands for a gradient that is not there, where others have a number."""
 
 
 class Watch:
@@ -18,24 +24,32 @@ class Watch:
     with its gradient. On a GPU nothing here waits for the device.
 
     Args:
-        systems: the systems.
+        cluster: the systems, and whether S is summed for them in a step.
+
+    Attributes:
+        waiting: whether backward passes have brought something to solve for since the last solve.
     """
 
-    def __init__(self, systems: Sequence[System]) -> None:
-        self.systems = systems
-        self.parameters = list({p: None for system in systems for p in system.parameters})
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.systems, self.parameters = cluster, cluster.systems, cluster.parameters
+        self.waiting = False
+        self._spread = any(mesh_of(p) is not None for p in self.parameters)
         self._task = -1
         self._summed = self._warned = self._mixed = False
-        self._versions: dict[nn.Parameter, int] = {}
-        self._solved: dict[nn.Parameter, int] = {}
-        # A compiled backward may add to the parameters' gradients before it adds to S.
-        self._hooks = [
-            p.register_hook(weakly(self._before_gradient)) for p in self.parameters if p.requires_grad
-        ]
-        for system in systems:
+        self._versions = [NONE] * len(self.parameters)
+        self._solved: list[tuple[int, int]] = []
+        self._hooks: dict[Tensor, Any] = {}
+        self.follow(self.parameters)
+        for system in self.systems:
             system.watch = self
 
-    def notice(self) -> None:
+    def follow(self, parameters: Iterable[Tensor]) -> None:
+        """Notice when a gradient comes to these: in a step that is not observed, and before S in a compiled one."""
+        for parameter in parameters:
+            if parameter.requires_grad and parameter not in self._hooks:
+                self._hooks[parameter] = parameter.register_hook(weakly(self.notice))
+
+    def notice(self, _: Tensor | None = None) -> None:
         """A gradient, or S, is about to be added to."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
@@ -44,7 +58,7 @@ class Watch:
         if any(system.holds for system in self.systems):
             self._forget_if_zeroed()
         before = self._current()
-        mixed = self._holds_direction() or (self._mixed and before == self._versions)
+        mixed = self._among(before) or (self._mixed and before == self._versions)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._note_pass(before, mixed))
 
     def note_sum(self) -> None:
@@ -64,34 +78,33 @@ class Watch:
 
     def note_solved(self) -> None:
         """The gradients hold the direction now."""
-        self._solved = self._current()
+        self._solved = list(zip(self._current(), map(self._place, self.parameters), strict=True))
+        self.waiting = False
         for system in self.systems:
             system.calls = 0
 
     def release(self) -> None:
         """Take the hooks off the parameters."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         for system in self.systems:
             system.watch = None
 
-    def _before_gradient(self, _: Tensor) -> None:
-        self.notice()
-
     def _forget_if_zeroed(self) -> None:
         """Drop S if a gradient that belongs to it was set to None or to zero; the latter is decided on the device."""
-        spread = any(mesh_of(p) is not None for p in self.parameters)
-        gradients = {p: p.grad for p in self._versions or self.parameters}
+        seen = max(self._versions) != NONE
+        last = zip(self.parameters, self._versions, strict=True)
+        gradients = [(p.grad, version) for p, version in last if version != NONE or not seen]
         # FSDP2 keeps gradients to itself until it averages them: there, None says nothing before the first was seen.
-        none = not self._versions and not spread and all(g is None for g in gradients.values())
-        empty = any(g is not None and g.is_sparse and g._nnz() == 0 for g in gradients.values())
-        if none or empty or any(gradients[p] is None for p in self._versions):
+        none = not seen and not self._spread and all(g is None for g, _ in gradients)
+        empty = any(g is not None and g.is_sparse and g._nnz() == 0 for g, _ in gradients)
+        if none or empty or (seen and any(g is None for g, _ in gradients)):
             for system in self.systems:
                 system.forget()
-        if none or spread:
+        if none or self._spread:
             return
-        for parameter, gradient in gradients.items():
-            if gradient is None or gradient.is_sparse or gradient._version == self._versions.get(parameter):
+        for gradient, version in gradients:
+            if gradient is None or gradient.is_sparse or gradient._version == version:
                 continue
             self._clear(~gradient.any())
 
@@ -102,18 +115,27 @@ class Watch:
             if leaf.grad is not None:
                 leaf.grad.masked_fill_(zeroed.to(leaf.device), 0.0)
 
-    def _holds_direction(self) -> bool:
+    def holds_direction(self) -> bool:
         """Whether a gradient is surely still the direction of the last solve."""
-        return any(p.grad is not None and p.grad._version == version for p, version in self._solved.items())
+        return bool(self._solved) and self._among(self._current())
 
-    def _note_pass(self, before: dict[nn.Parameter, int], mixed: bool) -> None:
+    def _among(self, now: list[int]) -> bool:
+        """Whether one of these gradients is as the last solve left it."""
+        for parameter, version, solved in zip(self.parameters, now, self._solved, strict=False):
+            if version != NONE and solved == (version, self._place(parameter)):
+                return True
+        return False
+
+    def _note_pass(self, before: list[int], mixed: bool) -> None:
         """A backward pass has ended: remember the gradients that S belongs to, and whether they hold a direction."""
         self._task = -1
         self._versions = self._current()
-        self._mixed = mixed and self._summed
-        if self._summed:
-            self._solved = {}
-        if not self._summed and self._versions != before and not self._warned:
+        changed = self._versions != before
+        counts = self._summed or (changed and self.cluster.resting)
+        self._mixed = mixed and counts
+        if counts:
+            self._solved, self.waiting = [], True
+        if changed and not counts and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{self.systems[0].name}: a backward pass added to the gradient but not to S: backward(inputs=...), "
@@ -123,6 +145,18 @@ class Watch:
                 stacklevel=2,
             )
 
-    def _current(self) -> dict[nn.Parameter, int]:
-        """The gradients that are there, and how often each was written to."""
-        return {p: p.grad._version for p in self.parameters if p.grad is not None}
+    def _current(self) -> list[int]:
+        """How often each gradient that is there was written to."""
+        found = [NONE if (g := p.grad) is None else g._version for p in self.parameters]
+        if not self._spread:
+            return found
+        # A DTensor counts what it is asked to do, and the tensor inside what FSDP2 and we do to that.
+        inside = (NONE if (g := p.grad) is None else local(g)._version for p in self.parameters)
+        return [own if own == NONE else own + more for own, more in zip(found, inside, strict=True)]
+
+    def _place(self, parameter: nn.Parameter) -> int:
+        """Where a gradient lies. DDP may put it elsewhere, where writes are counted anew."""
+        gradient = parameter.grad
+        if gradient is None or gradient.is_sparse:
+            return 0
+        return (local(gradient) if self._spread else gradient).data_ptr()

@@ -62,6 +62,9 @@ class Attachment(Protocol):
     def explicit(self) -> bool:
         """Whether the layer keeps BackProp's gradient."""
 
+    def observed(self) -> bool:
+        """Whether S is summed in this step; else a call runs torch's own layer."""
+
 
 COMPUTED = {"weight", "in_proj_weight"}
 """Parameters that, where found as plain attributes, are computed by a hook."""
@@ -164,7 +167,7 @@ class ProximalLayer(nn.Module):
         self.__class__ = self.plain  # type: ignore[assignment]
 
     def _trains(self) -> bool:
-        """Whether this call needs a direction: gradients are on and there is something to train."""
+        """Whether this call needs a direction, or S: gradients are on and there is something to train."""
         if self._is_replica:
             raise RuntimeError(
                 f"{self._failures.layer}: nn.DataParallel's replicas have no parameters to give a direction to. Use "
@@ -176,7 +179,7 @@ class ProximalLayer(nn.Module):
         trains = torch.is_grad_enabled() and (_some_train(own) or _some_train(self.parameters()))
         if trains and several_ranks() and not torch.compiler.is_compiling():
             check_layer(self, self._failures.layer, self._attached is not None)
-        return trains
+        return trains and (self._attached is None or self._attached.observed())
 
     def _attach(
         self,
@@ -211,13 +214,14 @@ class ProximalLayer(nn.Module):
         _check_dense(self._failures.layer, inputs)
         if any(p is not None and p.is_complex() for p in parameters):
             check_real(self, self._failures.layer)
-        call = Call(build, self._settings, self._failures, self._observer, len(inputs), bfloat16)
         sums: tuple[Tensor, ...] = ()
+        mode: dict[str, Any] = {}
         if self._attached is not None:
             sums = self._attached.leaves(part, output.device, precision(output, *inputs))
-            call = replace(call, summing=self._attached.summing(part), sampling=self._attached.sampling(part))
+            mode = {"summing": self._attached.summing(part), "sampling": self._attached.sampling(part)}
         elif self._observer is None and aside.pays(self.spaces, output, parameters):
-            call = replace(call, aside=aside.Aside(self._turn))
+            mode = {"aside": aside.Aside(self._turn)}
+        call = Call(build, self._settings, self._failures, self._observer, len(inputs), bfloat16, **mode)
         if self._planned is not None:
             self._planned(owner or self, call.plan(inputs, output, parameters))
         return attach_direction(output, call, inputs, parameters, sums)

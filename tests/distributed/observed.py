@@ -1,0 +1,159 @@
+"""Running averages whose S is observed in some steps only: the parameters of one process, and nothing sent between."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from data_parallel import Forked
+from networks import NETWORKS
+from parity import assert_same_on_all_ranks, gathered, mean_square, share, whole
+from sharded import sharded
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import proxprop
+from proxprop import Running
+from proxprop.deferred import Deferred
+
+RUNNING = Running(decay=0.8, every=4, observe=2)
+STEPS = 7
+
+Run = tuple[nn.Module, torch.optim.Optimizer, Deferred]
+
+
+def fresh(kind: str, network: str = "even", **options: object) -> Run:
+    if kind == "fsdp":
+        model, _ = sharded(network)
+        proxprop.detach(model)
+    else:
+        model = NETWORKS[network].model()
+    if kind == "ddp":
+        model = DistributedDataParallel(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, proxprop.attach(optimizer, model, running=RUNNING)
+
+
+def unsynchronised(model: nn.Module, last: bool) -> object:
+    """A micro-batch whose gradients are not averaged yet, unless it is the last one."""
+    if isinstance(model, DistributedDataParallel):
+        return nullcontext() if last else model.no_sync()
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(last)
+    return nullcontext()
+
+
+def take_step(run: Run, batch: Tensor, how: str) -> None:
+    model, optimizer, _ = run
+    optimizer.zero_grad(set_to_none="in-place" not in how)
+    parts = batch.chunk(2) if "accumulate" in how else [batch]
+    if "skip" in how:
+        mean_square(1e3 * model(batch)).backward()
+        optimizer.zero_grad(set_to_none="in-place" not in how)
+    for i, part in enumerate(parts):
+        with unsynchronised(model, i == len(parts) - 1):
+            (mean_square(model(part)) / len(parts)).backward()
+    if "clip" in how:
+        proxprop.solve(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+
+
+def assert_same_values(model: nn.Module, alone: nn.Module) -> None:
+    for found, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(gathered(found), expected, rtol=1e-9, atol=1e-12)
+
+
+def as_one_process(kind: str, how: str, **options: object) -> None:
+    run, alone = fresh(kind, **options), fresh("alone", options.get("network", "even"))
+    for step in range(STEPS):
+        batch = whole(options.get("network", "even")) * (1 + 0.1 * step)
+        sent = run[2].bytes_sent
+        take_step(run, share(batch), how)
+        assert (run[2].bytes_sent > sent) == (step % RUNNING.observe == 0), f"step {step}"
+        take_step(alone, batch, how.replace("accumulate", ""))
+        assert_same_values(run[0], alone[0])
+
+
+def layer_unused_on_some_ranks(to_none: bool) -> None:
+    """A rank that did not use a layer applies what is kept to the gradient that came from the others."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return proxprop.convert(Forked().double(), proxprop.Exact())
+
+    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+        batch = whole("exact").chunk(dist.get_world_size())[rank] * (1 + step)
+        return mean_square(model(batch, (rank + step) % 2 == 0))
+
+    model, alone = DistributedDataParallel(build(), find_unused_parameters=True), build()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    for optimizer, each in zip(optimizers, (model, alone), strict=True):
+        proxprop.attach(optimizer, each, running=RUNNING)
+    ranks = dist.get_world_size()
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=to_none)
+        loss(model, dist.get_rank(), step).backward()
+        sum(loss(alone, rank, step) for rank in range(ranks)).div(ranks).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same_values(model, alone)
+
+
+def uneven_inputs() -> None:
+    """Ranks that have run out of inputs count the steps of those that have not."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    model, optimizer, attached = fresh("ddp", "exact")
+    alone, reference, _ = fresh("alone", "exact")
+    batches = whole("exact").chunk(ranks)
+    lengths = [3 + 2 * r for r in range(ranks)]
+    with Join([model, attached]):
+        for step in range(lengths[rank]):
+            optimizer.zero_grad()
+            mean_square(model(batches[rank] * (1 + step))).backward()
+            optimizer.step()
+    for step in range(max(lengths)):
+        reference.zero_grad()
+        for r in range(ranks):
+            if step < lengths[r]:
+                (mean_square(alone(batches[r] * (1 + step))) / ranks).backward()
+        reference.step()
+    assert_same_values(model, alone)
+    for value in attached.state_dict().values():
+        assert_same_on_all_ranks(value)
+
+
+def wrapped_and_resumed_between() -> None:
+    """A run that resumes in a step that is not observed, with a wrapper that was put around after `attach`."""
+    first = fresh("ddp", "even")
+    batch = share(whole("even"))
+    for _ in range(3):
+        take_step(first, batch, "")
+    model, optimizer, attached = fresh("alone", "even")
+    model.load_state_dict(first[0].module.state_dict())
+    attached.load_state_dict(first[2].state_dict())
+    second = DistributedDataParallel(model), optimizer, attached
+    for _ in range(4):
+        take_step(first, batch, "")
+        take_step(second, batch, "")
+        for found, expected in zip(second[0].parameters(), first[0].parameters(), strict=True):
+            assert torch.equal(found, expected)
+
+
+WAYS = ("", "in-place", "clip", "clip-in-place", "accumulate", "accumulate-in-place", "skip", "skip-in-place")
+
+CASES: dict[str, Callable[[], None]] = {
+    **{f"observe-ddp{'-' if how else ''}{how}": partial(as_one_process, "ddp", how) for how in WAYS},
+    **{f"observe-fsdp{'-' if how else ''}{how}": partial(as_one_process, "fsdp", how) for how in WAYS},
+    "observe-ddp-attention": partial(as_one_process, "ddp", "", network="attention"),
+    "observe-fsdp-attention": partial(as_one_process, "fsdp", "clip", network="attention"),
+    "observe-ddp-bucket-view": partial(as_one_process, "ddp", "clip-in-place", gradient_as_bucket_view=True),
+    "observe-ddp-static-graph": partial(as_one_process, "ddp", "clip", static_graph=True),
+    "observe-ddp-unused": partial(layer_unused_on_some_ranks, to_none=True),
+    "observe-ddp-unused-in-place": partial(layer_unused_on_some_ranks, to_none=False),
+    "observe-ddp-join": uneven_inputs,
+    "observe-ddp-resumed": wrapped_and_resumed_between,
+}
