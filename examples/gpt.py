@@ -1,7 +1,7 @@
 """A small byte-level GPT: AdamW alone, and AdamW on directions from a running S.
 
     python examples/gpt.py --json gpt.json                                            # the whole study, for a GPU
-    python examples/gpt.py --steps 20 --layers 2 --width 64 --methods 2e-3 2e-3:0.3   # a look, on a CPU
+    python examples/gpt.py --steps 20 --layers 2 --width 96 --methods 2e-3 2e-3:0.3   # a look, on a CPU
 
 The text is the source code of the Python that runs this, so that nothing has to be downloaded; its size and hash are
 recorded. Every method sees the same batches in the same order and starts from the same weights.
@@ -213,6 +213,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="where to write the measurements")
     options = parser.parse_args()
+    if options.width % options.heads:
+        parser.error(f"--width should be a multiple of --heads ({options.heads}) but is {options.width}")
     record = {"command": " ".join(sys.argv).split(" --json")[0], "environment": environment(options.device)}
     rows: list[dict[str, object]] = []
     for seed in options.seeds:
