@@ -20,7 +20,7 @@ from statistics import median
 
 import torch
 from networks import NETWORKS, Network
-from step import Row, environment, held_memory, make_optimizers, peak_memory, row
+from step import Row, environment, held_memory, make_optimizers, peak_memory, row, take_workspaces
 from torch import nn
 
 import proxprop
@@ -41,6 +41,7 @@ STEPS = 10
 
 def main() -> None:
     options = parse()
+    take_workspaces(options.device)
     command = " ".join(sys.argv).split(" --json")[0]
     record = {"command": command, "environment": environment(options.device), "steps": STEPS}
     record |= {"rows": [], "pieces": [], "agreement": {}}
