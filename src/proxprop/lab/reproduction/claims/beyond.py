@@ -69,7 +69,9 @@ def _optimizer(rows: list[Row], name: str, seeds: int) -> Verdict:
     lowest = {solver: found[solver][tau].mean for solver, tau in best.items()}
     told = [f"{SOLVERS[s]} {_loss(loss)} (τ = {best[s]:g})" for s, loss in lowest.items()]
     lower = [loss < lowest["backprop"] for solver, loss in lowest.items() if solver != "backprop"]
-    return Verdict(claim, said, "", ", ".join(told), grades.holds(*lower))
+    outer = [SOLVERS[s] for s, tau in best.items() if tau in (min(found[s]), max(found[s]))]
+    why = f"at an end of the grid: {', '.join(outer)}" if outer else ""
+    return Verdict(claim, said, "", ", ".join(told), grades.holds(*lower), why)
 
 
 def _complete(found: Sequence[Losses], seeds: int) -> bool:
@@ -105,7 +107,10 @@ def _batch(rows: list[Row], solver: str) -> Verdict:
     shared = [size for size in mine if size in base]
     told = [f"{size}: {_loss(mine[size].mean)} against {_loss(base[size].mean)}" for size in shared]
     lower = [mine[size].mean < base[size].mean for size in shared]
-    claim = f"ProxProp ({SOLVERS[solver]}) ends lower than BackProp after ten epochs at every batch size"
+    claim = (
+        f"ProxProp ({SOLVERS[solver]}) ends lower than BackProp after ten epochs at every batch size, both with "
+        "Figure 1's step sizes"
+    )
     verdict = grades.holds(*lower) if lower else grades.NOT_RUN
     return Verdict(claim, "only 500 shown", "", "; ".join(told) or words.NOTHING, verdict)
 
