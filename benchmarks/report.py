@@ -37,25 +37,45 @@ them. Part of the low ratios is that: the weight gradient's product, which a pro
 the time.
 """
 
+MEMORY = """Memory is the peak of an eager step, beside BackProp's, for cg3. Left out is what cuBLAS keeps for every stream that it
+is used on, 32 MiB on an H200, of which systems that are solved beside the backward pass take four; the first method of
+a record's first network has it counted in.
+"""
+
+GROWTH = """## How it grows
+
+![Ratios to BackProp over batch size, iterations and width, on an H200 and on two CPU cores](../results/bench/growth.png)
+
+Made from the records above by `benchmarks/growth.py`. In sample space, where a linear layer has fewer samples than
+features, the cost beyond BackProp grows with the batch; a convolution's, which is in feature space, is spread over it.
+It does not pay where batch, inputs and outputs are alike and products are fast: the paper's MLP at batch 5000 in TF32.
+"""
+
+SPACES = """## Whether the plan chooses well
+
+Every space that does not take over five times the FLOPs, pinned, as a ratio to the chosen one; more than 1.3 times
+faster would be a wrong choice.
+"""
+
 LIMITS = """## Where it falls short, and what limits it
 
-- **GPU, exact**: each of 500 pivots waits for the one before, 0.2 ms a layer whatever the precision, and most of the
-  cost of an exact step is that wait. It depends on the forward pass only, so that one factorisation for all layers
-  at once, or other work beside it, could hide it.
-- **GPU, convolutions at batch 500**: bound by launches: about ten for a Gram matrix, two for an iteration. One
-  launch an iteration is next.
-- **GPU in TF32 and bf16**: BackProp's own products run on tensor cores there, so the arrays that conjugate gradients
-  read and write between two products weigh more.
-- **GPU, small layers** (the narrow MLP): bound by launches.
+- **GPU in TF32, the MLP**: BackProp's products take 0.6 ms there. Conjugate gradients read and write four arrays
+  between two products, 60 µs an iteration for all layers; kernels that hold blocks of columns over all iterations are
+  next. An exact step waits for 500 pivots, one after the other, and although layers do so at the same time, the many
+  small programs of a factorisation fill the registers of the multiprocessors that BackProp's products want.
+- **GPU in bf16**: the same, and stronger. A convolution's inputs are copied to float32.
+- **GPU, the MLP at batch 5000**: bound by FLOPs; half of S would do, for which cuBLAS has no call in parts. Its memory
+  is over 1.25 times BackProp's, because inputs and gradients of two layers that are solved aside are held until the
+  end.
 - **GPU, exact with thousands of features** (ResNet-18, the GPT-2 block): cuSOLVER's Cholesky factor and triangular
   solves run in float32 whatever the precision of the rest.
-- **CPU, multilayer perceptron**: conjugate gradients read six arrays between two products; where these do not stay in
-  the cache, which on a shared machine depends on where they happen to lie, their part of a step doubles, and the
-  quartiles are that far apart. An exact step is bound by its FLOPs.
+- **GPU, convolutions at batch 50**: bound by launches: about twenty for a Gram matrix, two for an iteration.
+- **CPU, multilayer perceptron**: conjugate gradients read six arrays between two products; they stay in the last
+  cache, whose speed on a shared machine depends on the neighbours, and take two fifths of an iteration. Fusing them
+  needs compiled code, which this library does not ship for CPUs. An exact step is bound by its FLOPs.
 - **CPU, convolutions at batch 50**: bound by calls of the transforms behind a Gram matrix.
-- **GPU, peak memory**: the products of image rows need some 40 MB whatever the batch, which is more than all else
-  at batch 50; and a float32 copy of the input under bf16.
-- **Eager GPU steps** are bound by the host, which takes longer to launch a kernel of ours than one of torch's.
+- **Eager GPU steps** are bound by the host, which takes longer to launch a kernel of ours than one of torch's. Capture
+  the step in a CUDA graph, or take S from one step in ten ([running.md](running.md)).
 - **The cost model counts FLOPs**, by three prices on a GPU; not launches or bytes.
 """
 
@@ -79,6 +99,13 @@ def main() -> None:
         print(f"## {title}\n")
         print(environment(record))
         print(table(record["rows"], record["rows"][0]["precision"]))
+    print(MEMORY)
+    print(GROWTH)
+    print(SPACES)
+    for name in ("h200-spaces", "cpu-spaces"):
+        record = json.loads((BENCH / f"{name}.json").read_text())
+        print(environment(record))
+        print(spaces(record["rows"]))
     print(LIMITS, end="")
 
 
@@ -106,6 +133,22 @@ def table(rows: list[dict], precision: str) -> str:
         lines.append(
             f"| {network} | {of['backprop']['milliseconds']:.2f} | {' | '.join(ratios)} | {predicted} | {memory} |"
         )
+    return "\n".join(lines) + "\n"
+
+
+def spaces(rows: list[dict]) -> str:
+    """A row a network and solver: the chosen space's ratio to BackProp, and pinned ones' to that."""
+    names = ("sample", "feature", "matrix_free")
+    lines = [
+        f"| network, solver | chosen, beside BackProp | {' | '.join(names)} |",
+        "| --- | ---: |" + " ---: |" * len(names),
+    ]
+    for network in dict.fromkeys(row["network"] for row in rows):
+        of = {row["method"]: row["ratio"] for row in rows if row["network"] == network}
+        for solver in dict.fromkeys(method.split("/")[0] for method in of if "/" in method):
+            pinned = [of.get(f"{solver}/{name}") for name in names]
+            shown = " | ".join(f"{ratio / of[solver]:.2f}" if ratio else "–" for ratio in pinned)
+            lines.append(f"| {network}, {solver} | {of[solver]:.2f} | {shown} |")
     return "\n".join(lines) + "\n"
 
 

@@ -51,6 +51,11 @@ UNDER_ADAMW = """## Under AdamW, a small GPT
 `Running(decay=0.95, every=10, damping=ρ, rows=...)`: loss on held-out text in nats a byte; records in `results/gpt/`.
 """
 
+GPT_TIMES = """The gradient's best rate is the largest of its three, so that a larger one may be better yet, and S was tried at
+few settings. Time of an eager step in bf16 beside that of AdamW on the gradient (`results/gpt/time.json`); all of them wait
+for the host, which has one and a half times as much to do even where nine steps of ten run torch's own layers:
+"""
+
 
 def main() -> None:
     print(INTRODUCTION)
@@ -99,10 +104,15 @@ def gpt() -> str:
     for row in json.loads((RESULTS / "gpt" / "time.json").read_text())["rows"]:
         timed[fed(row)].append(row["seconds_per_step"])
     plain = fmean(timed.pop(PLAIN))
-    slower = ", ".join(f"{fmean(times) / plain:.2f} with {name}" for name, times in timed.items())
+    slower = [[name, f"{fmean(times) / plain:.2f}"] for name, times in timed.items()]
     names = dict.fromkeys([PLAIN, *sorted({name for name, _ in cells})])
-    time = f"Time of a step beside that of AdamW on the gradient (`results/gpt/time.json`): {slower}.\n"
-    return "\n".join([UNDER_ADAMW, losses("AdamW is fed", {name: name for name in names}, cells), time])
+    parts = [
+        UNDER_ADAMW,
+        losses("AdamW is fed", {name: name for name in names}, cells),
+        GPT_TIMES,
+        table(["AdamW is fed", "time of a step"], slower),
+    ]
+    return "\n".join([*parts, ""])
 
 
 def fed(row: dict) -> str:

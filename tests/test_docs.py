@@ -16,10 +16,12 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def ratio(network: str, method: str) -> str:
-    rows = json.loads((ROOT / "results" / "bench" / "h200.json").read_text())["rows"]
+def ratio(network: str, method: str, precision: str = "fp32", record: str = "h200") -> str:
+    rows = json.loads((ROOT / "results" / "bench" / f"{record}.json").read_text())["rows"]
     (found,) = [
-        r["ratio"] for r in rows if (r["network"], r["method"], r["precision"]) == (network, method, "fp32")
+        r["ratio"]
+        for r in rows
+        if (r["network"], r["method"], r["precision"]) == (network, method, precision)
     ]
     return f"{found:.2f}"
 
@@ -39,6 +41,10 @@ def test_the_readmes_ratios_are_the_records() -> None:
     assert f"its ConvNet {convnet}" in text
     assert f"costs {ratio('mlp-wide-256', 'cg3')} (cg3)" in text
     assert f"a narrow one (128) {ratio('mlp-narrow-2048', 'cg3')}" in text
+    tf32 = f"{ratio('mlp-500', 'cg3', 'tf32')} (cg3) and {ratio('mlp-500', 'exact', 'tf32')} (exact) in TF32"
+    assert f"the MLP costs more, {tf32}" in text
+    eager = min(float(ratio("mlp-500", method, record="h200-eager")) for method in ("cg3", "exact"))
+    assert f"over {eager:.0f} times BackProp" in text
 
 
 def after(epoch: int, solver: str, column: str) -> float:
@@ -70,8 +76,10 @@ def test_what_the_readme_says_of_running_averages_is_in_the_records() -> None:
     assert f"loss is {averaged:.5f} with it and {alone:.4f} without" in text
     alone, *averaged = map(float, re.findall(r": ([\d.]+) ±", gpt))
     assert f"ends at {min(averaged):.3f} nats a byte of held-out text instead of {alone:.3f}" in text
-    (slower,) = re.findall(r"([\d.]+) with a running S, ρ = 0.3\.", page)
-    assert f"take {float(slower):.1f} times as long" in text
+    (every,) = re.findall(r"\| a running S, ρ = 0.3 \| ([\d.]+) \|", page)
+    (tenth,) = re.findall(r"\| a running S, ρ = 0.3, S of one step in 10 \| ([\d.]+) \|\n", page)
+    assert f"take {float(tenth):.1f} times as long with S from one step in ten" in text
+    assert f"{float(every):.1f} times with S from every step" in text
 
 
 @pytest.mark.parametrize(("script", "page"), [("report.py", "performance.md"), ("running.py", "running.md")])
