@@ -37,14 +37,14 @@ them. Part of the low ratios is that: the weight gradient's product, which a pro
 the time.
 """
 
-MEMORY = """Memory is the peak of an eager step, beside BackProp's, for cg3. Left out is what cuBLAS keeps for every stream that it
-is used on, 32 MiB on an H200, of which systems that are solved beside the backward pass take four; the first method of
-a record's first network has it counted in.
+MEMORY = """Memory is the peak of an eager step for cg3, beside BackProp's. It leaves out what cuBLAS keeps for every
+stream that is used, 32 MiB on an H200 and four times that for systems that are solved beside the backward pass; only
+the first method of a record has it counted in.
 """
 
 GROWTH = """## How it grows
 
-![Ratios to BackProp over batch size, iterations and width, on an H200 and on two CPU cores](../results/bench/growth.png)
+![Ratios to BackProp over batch size, iterations and width, H200 and two CPU cores](../results/bench/growth.png)
 
 Made from the records above by `benchmarks/growth.py`. In sample space, where a linear layer has fewer samples than
 features, the cost beyond BackProp grows with the batch; a convolution's, which is in feature space, is spread over it.
@@ -70,9 +70,8 @@ LIMITS = """## Where it falls short, and what limits it
 - **GPU, exact with thousands of features** (ResNet-18, the GPT-2 block): cuSOLVER's Cholesky factor and triangular
   solves run in float32 whatever the precision of the rest.
 - **GPU, convolutions at batch 50**: bound by launches: about twenty for a Gram matrix, two for an iteration.
-- **CPU, multilayer perceptron**: conjugate gradients read six arrays between two products; they stay in the last
-  cache, whose speed on a shared machine depends on the neighbours, and take two fifths of an iteration. Fusing them
-  needs compiled code, which this library does not ship for CPUs. An exact step is bound by its FLOPs.
+- **CPU, multilayer perceptron**: the FLOPs alone come to nearly all that was aimed at; a few per cent on top are the
+  arrays that conjugate gradients read and write between two products.
 - **CPU, convolutions at batch 50**: bound by calls of the transforms behind a Gram matrix.
 - **Eager GPU steps** are bound by the host, which takes longer to launch a kernel of ours than one of torch's. Capture
   the step in a CUDA graph, or take S from one step in ten ([running.md](running.md)).

@@ -51,9 +51,9 @@ UNDER_ADAMW = """## Under AdamW, a small GPT
 `Running(decay=0.95, every=10, damping=ρ, rows=...)`: loss on held-out text in nats a byte; records in `results/gpt/`.
 """
 
-GPT_TIMES = """The gradient's best rate is the largest of its three, so that a larger one may be better yet, and S was tried at
-few settings. Time of an eager step in bf16 beside that of AdamW on the gradient (`results/gpt/time.json`); all of them wait
-for the host, which has one and a half times as much to do even where nine steps of ten run torch's own layers:
+GPT_TIMES = """The gradient's best rate is the largest of its three, so that a larger one may be better yet, and S was
+tried at few settings. Time of an eager step in bf16 beside that of AdamW on the gradient (`results/gpt/time.json`). All
+wait for the host, which has more to do even where nine steps of ten run torch's own layers:
 """
 
 

@@ -102,7 +102,7 @@ def test_batched_output_gradients_equal_a_loop(solver) -> None:
 
 
 def test_batched_output_gradients_of_a_wide_layer(monkeypatch) -> None:
-    monkeypatch.setattr(sys.modules[CG.__module__], "CACHED_NUMBERS", 1)  # so that it is wide
+    monkeypatch.setattr(sys.modules[CG.__module__], "TURNED_NUMBERS", 1)  # as if there were many
     layer, G = proxprop.nn.Linear(5, 40, solver=CG(3), dtype=torch.float64), randn(2, 4, 40, seed=3)
     output = layer(randn(4, 5, seed=4))
     ask = {"outputs": output, "inputs": layer.weight, "retain_graph": True}

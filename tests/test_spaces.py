@@ -127,12 +127,18 @@ def test_a_gradient_that_is_nearly_zero_is_still_followed(k: int) -> None:
     assert bool(((A.mT.double() @ G.double()) * D.double()).sum(-2).gt(0).all())
 
 
-@pytest.mark.parametrize("outputs", [17, 32, 50])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("outputs", [1, 17, 32])
 @pytest.mark.parametrize("iterations", [1, 2, 5])
-def test_columns_taken_in_blocks_give_the_same(monkeypatch, outputs: int, iterations: int) -> None:
-    A, G = torch.randn(2, 9, 6, dtype=torch.float64), torch.randn(2, 9, outputs, dtype=torch.float64)
-    K = A @ A.mT
+def test_outputs_taken_as_rows_give_the_same(monkeypatch, groups: int, outputs: int, iterations: int) -> None:
+    A = torch.randn(groups, 9, 6, dtype=torch.float64)
+    G = torch.randn(groups, 9, outputs, dtype=torch.float64)
+    K, given = A @ A.mT, G.clone()
     whole = CG(iterations).samples(K, G, 0.3).value
-    monkeypatch.setattr(sys.modules[CG.__module__], "CACHED_NUMBERS", 1)  # sixteen columns, the fewest
-    blocks = CG(iterations).samples(K, G, 0.3).value
-    assert relative_error(A.mT @ blocks, A.mT @ whole) < 1e-13
+    monkeypatch.setattr(sys.modules[CG.__module__], "TURNED_NUMBERS", 1)
+    for numbers in (1, 16 * 9 * groups, 10**6):  # one output at a time, sixteen, all
+        monkeypatch.setattr(sys.modules[CG.__module__], "BLOCK", numbers)
+        by_rows = CG(iterations).samples(K, G, 0.3).value
+        assert by_rows.stride() != whole.stride() or outputs == 1
+        assert relative_error(A.mT @ by_rows, A.mT @ whole) < 1e-13
+    assert torch.equal(G, given)

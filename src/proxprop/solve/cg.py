@@ -10,13 +10,13 @@ from torch import Tensor
 from proxprop import kernels
 from proxprop.solve.solver import FEATURE, MATRIX_FREE, SAMPLE, Sizes, Solution, Solver
 
-CACHED_NUMBERS = 2**18
-"""Numbers of one array that a CPU works on at a time: a megabyte, of which six are in use."""
+TURNED_NUMBERS = 2**16
+"""From so many numbers of G on, a CPU works on it with outputs as rows."""
 
-ARRAYS = 6
-"""Arrays like G that `sample_cg` works in."""
+BLOCK = 2**20
+"""Numbers of one array that it then works on at a time: four megabytes, of which six are in use."""
 
-NEW_ARRAYS = (None,) * ARRAYS
+NEW_ARRAYS = (None,) * 6
 """Take new ones."""
 
 FUSED_SAMPLES = 2048
@@ -75,20 +75,26 @@ class CG(Solver):
 
             return Solution(fused.sample_cg(K, G, damping, self.iterations, kernels.parts()))
         noise = torch.finfo(K.dtype).eps * K.diagonal(dim1=-2, dim2=-1)
-        width = max(16, CACHED_NUMBERS // G.shape[-2] // 16 * 16)
-        wide = self.per_output and G.shape[-1] > width
-        if wide and G.device.type == "cpu" and not is_transformed(G):
-            return Solution(self._blockwise(K, G, damping, noise, width))
+        many = self.per_output and G.numel() >= TURNED_NUMBERS
+        if many and G.device.type == "cpu" and not is_transformed(G):
+            return Solution(self._by_rows(K, G, damping, noise))
         return Solution(sample_cg(K, G, damping, self.iterations, self._sums, noise))
 
-    def _blockwise(self, K: Tensor, G: Tensor, damping: float, noise: Tensor, width: int) -> Tensor:
-        """Columns are independent: take as many at a time as stay in cache, in the same memory."""
-        U = torch.empty_like(G)
-        memory = G.new_empty(ARRAYS * G[..., :width].numel())
-        for block, out in zip(G.split(width, dim=-1), U.split(width, dim=-1), strict=True):
-            arrays = memory[: ARRAYS * block.numel()].view(ARRAYS, *block.shape).unbind()
-            out.copy_(sample_cg(K, block, damping, self.iterations, self._sums, noise, arrays))
-        return U
+    def _by_rows(self, K: Tensor, G: Tensor, damping: float, noise: Tensor) -> Tensor:
+        """With outputs as rows, a block of them at a time, in the same memory.
+
+        A product shares out its rows among a processor's cores just as all that follows does, so that each core finds
+        its numbers in its own cache, and none writes to what another has read.
+        """
+        turned = G[0].mT if len(G) == 1 else G.mT  # torch turns a matrix much faster than a stack of one
+        rows = turned.clone(memory_format=torch.contiguous_format).view(len(G), *G.shape[:0:-1])
+        U, width = torch.empty_like(rows), max(1, BLOCK // (len(G) * G.shape[-2]))
+        memory = G.new_empty(4 * rows[:, :width].numel())
+        for block, out in zip(rows.split(width, dim=-2), U.split(width, dim=-2), strict=True):
+            rho, K_rho, K_pi, spare = memory[: 4 * block.numel()].view(4, *block.shape).unbind()
+            arrays = out, rho, block, K_rho, K_pi, spare
+            sample_cg(K, block, damping, self.iterations, (-1,), noise, arrays)
+        return U.mT
 
     def features(self, S: Tensor, B: Tensor, damping: float) -> Solution:
         """Return the iterate from products with S."""
@@ -96,6 +102,8 @@ class CG(Solver):
             from proxprop.kernels import feature_cg as fused
 
             return Solution(fused.feature_cg(S, B, damping, self.iterations, kernels.parts()))
+        if B.device.type == "cpu":  # outputs as rows, as in `_by_rows`
+            return self.matrix_free(lambda V: torch.bmm(V.mT, S).mT, B.mT.contiguous().mT, damping)
         return self.matrix_free(S.bmm, B, damping)
 
     def matrix_free(self, apply: Callable[[Tensor], Tensor], B: Tensor, damping: float) -> Solution:
@@ -164,23 +172,29 @@ def sample_cg(
 
     Args:
         K: `AAᵀ [groups, samples, samples]`.
-        G: `[groups, samples, outputs]`.
+        G: `[groups, samples, outputs]`, or `[groups, outputs, samples]` where `sums` is the last dimension.
         damping: λ.
         iterations: how many steps.
         sums: the dimensions an inner product sums over.
         noise: rounding of K's diagonal `[groups, samples]`.
-        arrays: memory to work in, of G's shape each.
+        arrays: memory to work in, of G's shape each; the third may be G.
 
     Returns:
-        U `[groups, samples, outputs]`, in the first of the arrays.
+        U in G's shape, in the first of the arrays.
     """
+    by_rows = sums == (-1,)
+
+    def multiply(right: Tensor, out: Tensor | None) -> Tensor:
+        pair = (right, K) if by_rows else (K, right)
+        return torch.bmm(*pair, out=out)
+
     for_U, for_rho, for_pi, for_K_rho, for_K_pi, spare = arrays
     trace = K.diagonal(dim1=-2, dim2=-1).sum(-1)
-    shortest = (trace.view(-1, 1, 1) if sums == (-2,) else trace.max()).add(damping).reciprocal()
-    noise = noise.unsqueeze(-1)
+    shortest = (trace.view(-1, 1, 1) if len(sums) == 1 else trace.max()).add(damping).reciprocal()
+    noise = noise.unsqueeze(-2 if by_rows else -1)
     pi, scale = normalize(G, sums, spare, for_pi)
     rho = pi
-    K_pi = torch.bmm(K, pi, out=for_K_pi)
+    K_pi = multiply(pi, for_K_pi)
     squared = dot(rho, K_pi, sums, spare)
     U = torch.zeros_like(pi) if for_U is None else for_U.zero_()
     for step in range(1, iterations + 1):
@@ -192,7 +206,7 @@ def sample_cg(
         if step == iterations:
             break
         rho = torch.addcmul(rho, length, image, value=-1, out=for_rho)
-        K_rho = torch.bmm(K, rho, out=for_K_rho)
+        K_rho = multiply(rho, for_K_rho)
         before, squared = squared, dot(rho, K_rho, sums, spare)
         rounding = torch.mul(rho, rho, out=spare).mul_(noise).sum(sums, keepdim=True)
         squared.masked_fill_(squared <= rounding, 0.0)
