@@ -22,6 +22,7 @@ format: .venv/.installed  ## rewrite the code in the project's format
 
 docs: .venv/.installed  ## rewrite the documents that are made from tests and records
 	$(BIN)/python tests/compatibility.py > docs/compatibility.md.new && mv docs/compatibility.md.new docs/compatibility.md
+	$(BIN)/python benchmarks/growth.py
 	$(BIN)/python benchmarks/report.py > docs/performance.md.new && mv docs/performance.md.new docs/performance.md
 	$(BIN)/python benchmarks/scaling.py > docs/scaling.md.new && mv docs/scaling.md.new docs/scaling.md
 	$(BIN)/python benchmarks/running.py > docs/running.md.new && mv docs/running.md.new docs/running.md
