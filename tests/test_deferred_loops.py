@@ -375,63 +375,6 @@ def test_a_failed_factorisation_warns_and_takes_a_scaled_gradient() -> None:
     assert relative_error(layer.weight.grad, plain / float(3 * 4 * 1e6)) < 1e-5
 
 
-LIGHTNING = "A loop as Lightning writes it: a closure with training step, `zero_grad` and backward"
-TRAINER = "A loop as Hugging Face's Trainer writes it: accumulate, clip, step, `zero_grad`"
-ACCUMULATED = "micro-batches as under gradient accumulation"
-
-
-@works(LIGHTNING, mode="deferred")
-@works(LIGHTNING, status="approximate", note=ACCUMULATED)
-def test_a_loop_as_lightning_writes_it() -> None:
-    model = small_model(Exact())
-    whole = copy.deepcopy(model)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    reference = torch.optim.Adam(whole.parameters(), lr=0.01)
-    proxprop.attach(optimizer, model)
-    for _ in range(3):
-        # Lightning runs micro-batches before the last one outside the optimizer's step
-        for i, part in enumerate((slice(0, 2), slice(2, 6))):
-
-            def closure(part=part, first=i == 0) -> Tensor:
-                loss = (model(images()[part]) - targets()[part]).square().sum() / 18
-                if first:
-                    optimizer.zero_grad()
-                loss.backward()
-                return loss
-
-            if i == 0:
-                closure()
-            else:
-                optimizer.step(closure=closure)
-        directions(whole, images())
-        reference.step()
-    assert_same(dict(model.named_parameters()), dict(whole.named_parameters()), tolerance=1e-8)
-
-
-@works(TRAINER, mode="deferred")
-@works(TRAINER, status="approximate", note=ACCUMULATED)
-def test_a_loop_as_trainer_writes_it() -> None:
-    model = small_model(Exact())
-    whole = copy.deepcopy(model)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, whole)]
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizers[0], lambda step: 0.9**step)
-    proxprop.attach(optimizers[0], model)
-    for step in range(3):
-        for part in (slice(0, 3), slice(3, 6)):
-            loss = (model(images()[part]) - targets()[part]).square().mean() / 2
-            loss.backward()
-        proxprop.solve(model)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizers[0].step()
-        scheduler.step()
-        model.zero_grad()
-        directions(whole, images())
-        nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
-        optimizers[1].param_groups[0]["lr"] = 0.01 * 0.9**step
-        optimizers[1].step()
-    assert_same(dict(model.named_parameters()), dict(whole.named_parameters()), tolerance=1e-8)
-
-
 def test_a_closure_that_solves_itself_is_not_solved_again() -> None:
     model = small_model(Exact())
     expected = directions(copy.deepcopy(model), images())
