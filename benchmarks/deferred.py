@@ -10,7 +10,6 @@ proxprop is not installed.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from statistics import median
 
 import torch
 from networks import NETWORKS, Network
-from step import Row, environment, held_memory, make_optimizers, peak_memory, row, take_workspaces
+from step import Row, environment, held_memory, make_optimizers, peak_memory, row, save, take_workspaces
 from torch import nn
 
 import proxprop
@@ -58,13 +57,6 @@ def main() -> None:
         record["agreement"][name] = difference(NETWORKS[name], options.device)
     print("largest relative difference of a deferred direction from the immediate one:", record["agreement"])
     save(record, options.json)
-
-
-def save(record: dict, path: Path | None) -> None:
-    """Write what was measured so far."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def parse() -> argparse.Namespace:

@@ -6,6 +6,8 @@ python benchmarks/report.py > docs/performance.md
 import json
 from pathlib import Path
 
+from tables import table
+
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "results" / "bench"
 GOALS = {
@@ -41,8 +43,8 @@ the time.
 """
 
 MEMORY = """Memory is the peak of an eager step for cg3, beside BackProp's. It leaves out what cuBLAS keeps for every
-stream that is used, 32 MiB on an H200 and four times that for systems that are solved beside the backward pass; only
-the first method of a record has it counted in.
+stream that is used, also for the four on which systems are solved beside the backward pass; only the first method of a
+record has it counted in.
 """
 
 GROWTH = """## How it grows
@@ -62,17 +64,18 @@ one that a pinned space beats by 1.3 times, below 0.77; how far the chosen space
 
 LIMITS = """## Where it falls short, and what limits it
 
-- **GPU in TF32, the MLP**: BackProp's products take 0.6 ms there. Conjugate gradients read and write four arrays
-  between two products, 60 µs an iteration for all layers; kernels that hold blocks of columns over all iterations are
-  next. An exact step waits for 500 pivots, one after the other, and although layers do so at the same time, the many
-  small programs of a factorisation fill the registers of the multiprocessors that BackProp's products want.
+- **GPU in TF32, the MLP**: BackProp's whole step takes {step:.2f} ms there. Conjugate gradients read and write four
+  arrays between two products, {iteration:.0f} µs an iteration with its product and for all layers; kernels that hold
+  blocks of columns over all iterations are next. An exact step waits for 500 pivots, one after the other, and although
+  layers do so at the same time, the many small programs of a factorisation fill the registers of the multiprocessors
+  that BackProp's products want.
 - **GPU in bf16**: the same, and stronger. A convolution's inputs are copied to float32.
 - **GPU, the MLP at batch 5000**: bound by FLOPs; half of S would do, for which cuBLAS has no call in parts. Its memory
   is over 1.25 times BackProp's, because inputs and gradients of two layers that are solved aside are held until the
   end.
 - **GPU, exact with thousands of features** (ResNet-18, the GPT-2 block): cuSOLVER's Cholesky factor and triangular
   solves run in float32 whatever the precision of the rest.
-- **GPU, convolutions at batch 50**: bound by launches: about twenty for a Gram matrix, two for an iteration.
+- **GPU, convolutions at batch 50**: bound by launches, most of them for a Gram matrix.
 - **CPU, multilayer perceptron**: the FLOPs alone come to nearly all that was aimed at; a few per cent on top are the
   arrays that conjugate gradients read and write between two products.
 - **CPU, convolutions at batch 50**: bound by calls of the transforms behind a Gram matrix.
@@ -91,7 +94,7 @@ def main() -> None:
             print(f"## {title}\n")
             print(environment(record))
             for precision in dict.fromkeys(row["precision"] for row in record["rows"]):
-                print(table([row for row in record["rows"] if row["precision"] == precision], precision))
+                print(steps([row for row in record["rows"] if row["precision"] == precision], precision))
             print(goals(record["rows"], name))
     for name, title in (
         ("h200-bf16", "H200, bf16 autocast"),
@@ -100,7 +103,7 @@ def main() -> None:
         record = json.loads((BENCH / f"{name}.json").read_text())
         print(f"## {title}\n")
         print(environment(record))
-        print(table(record["rows"], record["rows"][0]["precision"]))
+        print(steps(record["rows"], record["rows"][0]["precision"]))
     print(MEMORY)
     print(over_the_limit())
     print(GROWTH)
@@ -109,7 +112,7 @@ def main() -> None:
         record = json.loads((BENCH / f"{name}.json").read_text())
         print(environment(record))
         print(spaces(record["rows"]))
-    print(LIMITS, end="")
+    print(LIMITS.format(**in_tf32()), end="")
 
 
 def environment(record: dict) -> str:
@@ -120,23 +123,28 @@ def environment(record: dict) -> str:
     return f"{about}: `{record['command']}`\n"
 
 
-def table(rows: list[dict], precision: str) -> str:
+def steps(rows: list[dict], precision: str) -> str:
     """A row a network: BackProp's milliseconds, every method's ratio, and the ratio that FLOPs predict for cg3."""
     methods = [m for m in METHODS if any(row["method"] == m for row in rows)]
-    lines = [
-        f"| {precision} | BackProp, ms | " + " | ".join(methods) + " | FLOPs predict for cg3 | memory, cg3 |",
-        "| --- | ---: |" + " ---: |" * (len(methods) + 2),
-    ]
+    lines = []
     for network in dict.fromkeys(row["network"] for row in rows):
         of = {row["method"]: row for row in rows if row["network"] == network}
         ratios = [f"{of[m]['ratio']:.2f}" if m in of else "–" for m in methods]
         cg3 = of.get("cg3", {})
-        predicted = f"{cg3['predicted']:.2f}" if cg3.get("predicted") else "–"
-        memory = f"{cg3['memory']:.2f}" if cg3.get("memory") else "–"
-        lines.append(
-            f"| {network} | {of['backprop']['milliseconds']:.2f} | {' | '.join(ratios)} | {predicted} | {memory} |"
-        )
-    return "\n".join(lines) + "\n"
+        last = [f"{cg3[name]:.2f}" if cg3.get(name) else "–" for name in ("predicted", "memory")]
+        lines.append([network, f"{of['backprop']['milliseconds']:.2f}", *ratios, *last])
+    return table([precision, "BackProp, ms", *methods, "FLOPs predict for cg3", "memory, cg3"], lines)
+
+
+def in_tf32() -> dict[str, float]:
+    """Milliseconds of BackProp's step of the MLP, and microseconds of an iteration."""
+    rows = json.loads((BENCH / "h200.json").read_text())["rows"]
+    took = {
+        row["method"]: row["milliseconds"]
+        for row in rows
+        if (row["network"], row["precision"]) == ("mlp-500", "tf32")
+    }
+    return {"step": took["backprop"], "iteration": 1e3 * (took["cg10"] - took["cg3"]) / 7}
 
 
 def over_the_limit() -> str:
@@ -152,34 +160,26 @@ def over_the_limit() -> str:
 
 def spaces(rows: list[dict]) -> str:
     """A row a network and solver: the chosen space's ratio to BackProp, and pinned ones' to that."""
-    names = ("sample", "feature", "matrix_free")
-    lines = [
-        f"| network, solver | chosen, beside BackProp | {' | '.join(names)} |",
-        "| --- | ---: |" + " ---: |" * len(names),
-    ]
+    names, lines = ["sample", "feature", "matrix_free"], []
     for network in dict.fromkeys(row["network"] for row in rows):
         of = {row["method"]: row["ratio"] for row in rows if row["network"] == network}
         for solver in dict.fromkeys(method.split("/")[0] for method in of if "/" in method):
             pinned = [of.get(f"{solver}/{name}") for name in names]
-            shown = " | ".join(f"{ratio / of[solver]:.2f}" if ratio else "–" for ratio in pinned)
-            lines.append(f"| {network}, {solver} | {of[solver]:.2f} | {shown} |")
-    return "\n".join(lines) + "\n"
+            shown = [f"{ratio / of[solver]:.2f}" if ratio else "–" for ratio in pinned]
+            lines.append([f"{network}, {solver}", f"{of[solver]:.2f}", *shown])
+    return table(["network, solver", "chosen, beside BackProp", *names], lines)
 
 
 def goals(rows: list[dict], machine: str) -> str:
     """What was asked of the paper's two networks, what is measured, and what the paper reports."""
     found = {(row["network"], row["method"], row["precision"]): f"{row['ratio']:.2f}" for row in rows}
-    precisions = list(dict.fromkeys(row["precision"] for row in rows))
-    lines = [
-        f"| batch 500 | goal | {' | '.join(precisions)} | the paper's own code, from its figures |",
-        "| --- | ---: |" + " ---: |" * (len(precisions) + 1),
-    ]
+    precisions, lines = list(dict.fromkeys(row["precision"] for row in rows)), []
     for (network, where), wanted in GOALS.items():
         for method, goal in wanted.items() if where == machine else ():
-            measured = " | ".join(found[network, method, precision] for precision in precisions)
-            paper = PAPER[network].get(method, "–")
-            lines.append(f"| {network} {method} | {goal:.2f} | {measured} | {paper} |")
-    return "\n".join(lines) + "\n"
+            measured = [found[network, method, precision] for precision in precisions]
+            paper = str(PAPER[network].get(method, "–"))
+            lines.append([f"{network} {method}", f"{goal:.2f}", *measured, paper])
+    return table(["batch 500", "goal", *precisions, "the paper's own code, from its figures"], lines)
 
 
 if __name__ == "__main__":

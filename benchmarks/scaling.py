@@ -12,6 +12,7 @@ from scaling_model import Network, Step, Terms, fit, predict
 from scaling_shapes import MEASURED, MODELS, Model
 from scaling_terms import Record, from_pieces, measured_ratio
 from scaling_text import ASSUMED, EXACT, FROM_PIECES, INTRODUCTION, LIMITS
+from tables import table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -33,11 +34,6 @@ def main() -> None:
     parts += [on_many(model, terms) for model in MODELS]
     parts += [LIMITS.format(**limits(terms))]
     print("\n".join(parts), end="")
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    rule = ["---"] + ["---:"] * (len(header) - 1)
-    return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *rows]) + "\n"
 
 
 def source(record: Record) -> str:

@@ -57,21 +57,20 @@ def main() -> None:
     options = parse()
     torch.manual_seed(0)
     take_workspaces(options.device)
-    rows: list[Row] = []
+    command = " ".join(sys.argv).split(" --out")[0]
+    head, rows = {"command": command, "environment": environment(options.device)}, []
     for name in list(NETWORKS) if options.networks == ["all"] else options.networks:
         for precision in options.precisions:
             rows += measure(NETWORKS[name], options, precision)
-            if options.out:
-                save(rows, options)
+            save({**head, "rows": [asdict(row) for row in rows]}, options.out)
     print_table(rows)
 
 
-def save(rows: list[Row], options: argparse.Namespace) -> None:
+def save(record: dict, path: Path | None) -> None:
     """Write what was measured so far."""
-    command = " ".join(sys.argv).split(" --out")[0]
-    record = {"command": command, "environment": environment(options.device)}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({**record, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def parse() -> argparse.Namespace:
@@ -221,14 +220,11 @@ def _events(step: Callable, times: int) -> float:
 
 
 def take_workspaces(device: str) -> None:
-    """Let libraries take the memory that they keep for each stream, which is not to be counted for what comes first."""
+    """Let libraries take the memory that they keep for each thread and stream: it is not that of what comes first."""
     if device == "cuda":
-        for stream in (torch.cuda.current_stream(), *aside.streams(torch.device("cuda", 0))):
-            with torch.cuda.stream(stream):
-                for dtype in (torch.float32, torch.bfloat16):
-                    torch.ones(64, 64, device=device, dtype=dtype).mm(
-                        torch.ones(64, 64, device=device, dtype=dtype)
-                    )
+        layers = nn.Sequential(*(nn.Linear(64, 64, device=device) for _ in range(aside.STREAMS)))
+        model = proxprop.convert(layers, CG(1), include_last=True)
+        model(torch.ones(8, 64, device=device)).sum().backward()
 
 
 def held_memory(device: str) -> int:

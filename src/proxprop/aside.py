@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from proxprop.distributed import several_ranks
-from proxprop.solve import DIAGONAL, Solution
+from proxprop.solve import DIAGONAL, Ready
 
 STREAMS = 4
 """How many systems are solved at a time."""
@@ -49,7 +49,7 @@ class Aside:
 
     turn: int
     held: list[Tensor] = field(default_factory=list)
-    ready: Callable[[Tensor], Solution] | None = None
+    ready: Ready | None = None
 
     def on(self, device: torch.device) -> AbstractContextManager[object]:
         """Within, nodes are made that autograd runs on that stream."""
@@ -64,7 +64,7 @@ class Aside:
     def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
         return streams(device)[self.turn % STREAMS]
 
-    def take(self) -> Callable[[Tensor], Solution] | None:
+    def take(self) -> Ready | None:
         """What was prepared, which is forgotten here."""
         ready, self.ready = self.ready, None
         return ready

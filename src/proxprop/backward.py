@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from proxprop.aside import Aside, Fork, join_last, wait
 from proxprop.settings import Settings
-from proxprop.solve import DIAGONAL, FEATURE, SAMPLE, Plan, Solution, plan
+from proxprop.solve import DIAGONAL, FEATURE, SAMPLE, Plan, Ready, plan
 from proxprop.solve.plan import remembered_plan
 from proxprop.transfer import Affine, Parameters, Transfer
 
@@ -161,14 +161,9 @@ class Call:
         return direction.parameters
 
 
-Ready = Callable[[Tensor], Solution]
-"""Solves for a right-hand side, in the planned space."""
-
-
-def prepare(transfer: Transfer, settings: Settings) -> Ready:
+def prepare(transfer: Transfer, settings: Settings, space: str) -> Ready:
     """Do all of a solve in sample or feature space that needs the layer's input alone."""
     samples, outputs = transfer.sizes.samples, transfer.sizes.outputs
-    space = planned(transfer, settings).space
     M = transfer.kernel() if space == SAMPLE else transfer.gram()
     return settings.solver.prepared(space, M, settings.damping(samples), outputs)
 
@@ -193,12 +188,12 @@ def solve(transfer: Transfer, G: Tensor, settings: Settings, ready: Ready | None
     if chosen.space == DIAGONAL:
         return Direction(transfer.divide(G, damping, factor), chosen, None)
     if chosen.space == SAMPLE:
-        ready = ready or prepare(transfer, settings)
+        ready = ready or prepare(transfer, settings, SAMPLE)
         U, failed = ready(transfer.to_samples(G)).times(factor)
         return Direction(transfer.gradient(transfer.from_samples(U)), chosen, failed)
     B = transfer.to_features(transfer.gradient(G))
     if chosen.space == FEATURE:
-        found = (ready or prepare(transfer, settings))(B)
+        found = (ready or prepare(transfer, settings, FEATURE))(B)
     else:
         found = settings.solver.matrix_free(transfer.normal, B, damping)
     V, failed = found.times(factor)
@@ -267,9 +262,8 @@ def summed_once(ctx: Any, saved: Sequence[Tensor], transfer: Transfer, G: Tensor
     if ctx.summed:
         call.summing.note_again()
         return [None] * call.sums
-    if (
-        not torch.compiler.is_compiling()
-    ):  # whether this pass adds to the leaves; `torch.autograd.grad` does not
+    if not torch.compiler.is_compiling():
+        # Whether this pass adds to the leaves; `torch.autograd.grad` does not.
         (leaf, _), *_ = ctx.next_functions[-call.sums :]
         ctx.summed = torch._C._will_engine_execute_node(leaf)
         if ctx.summed and call.summing.keep(transfer, saved[0].dtype):
@@ -340,7 +334,7 @@ def prepare_aside(ctx: Any) -> None:
         output = torch.empty((), dtype=dtype, device=device).expand(shape)
         transfer, _ = call.transfer(saved, output, trained_shapes(ctx))
         if transfer.sizes.features and planned(transfer, call.settings).space == SAMPLE:
-            call.aside.ready = prepare(transfer, call.settings)
+            call.aside.ready = prepare(transfer, call.settings, SAMPLE)
 
 
 def refuse_transforms(layer: str) -> None:

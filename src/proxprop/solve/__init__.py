@@ -14,7 +14,17 @@ Shapes, everywhere in this package:
 from proxprop.solve.cg import CG
 from proxprop.solve.exact import Exact
 from proxprop.solve.plan import Plan, plan
-from proxprop.solve.solver import DIAGONAL, FEATURE, MATRIX_FREE, SAMPLE, SPACES, Sizes, Solution, Solver
+from proxprop.solve.solver import (
+    DIAGONAL,
+    FEATURE,
+    MATRIX_FREE,
+    SAMPLE,
+    SPACES,
+    Ready,
+    Sizes,
+    Solution,
+    Solver,
+)
 
 __all__ = [
     "CG",
@@ -25,6 +35,7 @@ __all__ = [
     "SPACES",
     "Exact",
     "Plan",
+    "Ready",
     "Sizes",
     "Solution",
     "Solver",

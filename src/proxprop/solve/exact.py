@@ -1,6 +1,5 @@
 """The exact solution, by one Cholesky factorisation in sample or feature space."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from proxprop import kernels
 from proxprop.solve.products import transposed_product
-from proxprop.solve.solver import FEATURE, SAMPLE, Sizes, Solution, Solver
+from proxprop.solve.solver import FEATURE, SAMPLE, Ready, Sizes, Solution, Solver
 
 ELIMINATED_ROWS = 768
 """Most rows of a system that the GPU kernel of our own factorises faster than cuSOLVER."""
@@ -36,7 +35,7 @@ class Exact(Solver):
         size = sizes.samples if space == SAMPLE else sizes.features
         return sizes.groups * (size**3 / 3 + 2.0 * size**2 * sizes.outputs)
 
-    def prepared(self, space: str, M: Tensor, damping: float, outputs: int) -> Callable[[Tensor], Solution]:
+    def prepared(self, space: str, M: Tensor, damping: float, outputs: int) -> Ready:
         """Factorise, whatever the space."""
         return prepared(M, damping, outputs)
 
@@ -54,7 +53,7 @@ def solve(M: Tensor, B: Tensor, damping: float) -> Solution:
     return prepared(M, damping, B.shape[-1])(B)
 
 
-def prepared(M: Tensor, damping: float, outputs: int) -> Callable[[Tensor], Solution]:
+def prepared(M: Tensor, damping: float, outputs: int) -> Ready:
     """Return `B -> (λI + M)⁻¹B` for B with so many columns; M is overwritten."""
     if eliminates(M):
         return by_elimination(M, damping, outputs)
@@ -130,7 +129,7 @@ def _triangular_solves(L: Tensor, B: Tensor) -> Tensor:
     return solved
 
 
-def by_factor(factor: Factor, outputs: int) -> Callable[[Tensor], Solution]:
+def by_factor(factor: Factor, outputs: int) -> Ready:
     """Return `B -> (λI + M)⁻¹B`; where the factorisation failed, `B / (λ + trace M)` instead.
 
     The substitute is the gradient at a step that cannot overshoot: a descent direction that is linear in B
@@ -144,7 +143,7 @@ def by_factor(factor: Factor, outputs: int) -> Callable[[Tensor], Solution]:
     return lambda B: Solution(multiply(B).div_(divisor), failed)
 
 
-def by_elimination(M: Tensor, damping: float, outputs: int) -> Callable[[Tensor], Solution]:
+def by_elimination(M: Tensor, damping: float, outputs: int) -> Ready:
     """`prepared` by a GPU kernel of our own for small systems.
 
     A failure is substituted in the factor, where there is less of it: `L⁻¹ = I/√bound` gives `B / bound`.

@@ -42,6 +42,10 @@ class Solution(NamedTuple):
         return self if factor == 1.0 else self._replace(value=self.value.mul_(factor))
 
 
+Ready = Callable[[Tensor], Solution]
+"""What is left of a solve once K or S is there: from a right-hand side to the solution."""
+
+
 class Solver(ABC):
     """A way to solve `(λI + AᵀA) D = AᵀG`. Subclass it to bring your own.
 
@@ -54,7 +58,7 @@ class Solver(ABC):
     def flops(self, sizes: Sizes, space: str) -> float:
         """FLOPs of the solve in `space`, once K or S is there."""
 
-    def prepared(self, space: str, M: Tensor, damping: float, outputs: int) -> Callable[[Tensor], Solution]:
+    def prepared(self, space: str, M: Tensor, damping: float, outputs: int) -> Ready:
         """What solves in sample or feature space, given K or S, which may be overwritten.
 
         Override it to do there and then what need not wait for a right-hand side.

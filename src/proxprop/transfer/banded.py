@@ -104,7 +104,8 @@ def _block(left: Tensor, right: Tensor, height: Axis, width: Axis, numbers: int)
     """
     here, lags, across = left.shape[1], height.kernel, width.kernel
     dtype = torch.float32 if left.dtype == torch.bfloat16 else left.dtype
-    seen, together = _taps(height, width, dtype, left.device)
+    seen = _seen(height, dtype, left.device).mT
+    together = _together(width, dtype, left.device)
     Z = _summed_over_rows(left.flatten(1, 2), right, seen, numbers)
     Z = Z.view(lags, here, width.size, lags, -1, width.size).permute(0, 3, 1, 4, 2, 5)
     S = Z.reshape(-1, width.size**2) @ together
@@ -132,10 +133,9 @@ def sums(x: Tensor, height: Axis, width: Axis) -> Tensor:
 
 
 @lru_cache(maxsize=GEOMETRIES)
-def _taps(height: Axis, width: Axis, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which rows each tap sees `[i, u]`, and which columns each pair of taps does `[w·w', i·j]`; on the device once."""
-    seen, together = height.windows().sum(0).mT.contiguous(), width.pairs().flatten(2).flatten(0, 1)
-    return seen.to(device, dtype), together.to(device, dtype)
+def _together(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Which pairs of entries each pair of taps sees `[entries·entries, taps·taps]`; on the device once."""
+    return axis.pairs().flatten(2).flatten(0, 1).to(device, dtype)
 
 
 @lru_cache(maxsize=GEOMETRIES)
