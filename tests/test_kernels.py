@@ -132,6 +132,9 @@ def test_parts_equal_their_twin(order: tuple[int, ...]) -> None:
 
     x = torch.randn(37, 24, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 36, 24)
     assert torch.equal(split.parts(x, order), plain_parts(x, order))
+    by_columns = x.mT.contiguous().mT[:30]
+    assert torch.equal(split.parts(by_columns, order), plain_parts(x[:30], order))
+    assert split.parts(by_columns, order).stride(0) == 1
 
 
 @inside

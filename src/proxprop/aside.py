@@ -32,7 +32,7 @@ from proxprop.solve import DIAGONAL, Ready
 STREAMS = 4
 """How many systems are solved at a time."""
 
-MOST_UNKNOWNS = 2**23
+MOST_UNKNOWNS = 3 * 2**20
 """Of a system that is solved aside: others are at the same time, each with a few arrays of that size."""
 
 

@@ -1,8 +1,9 @@
 """The inverse Cholesky factor of small systems on a GPU, in few kernels.
 
 For `λI + M = LLᵀ` of a few hundred rows, LAPACK's way (the factor, then a triangular solve) takes a GPU many times
-longer than its arithmetic: one step waits for the other. Here `L⁻¹` comes from eliminating `[λI + M | I]` two blocks
-a kernel, in which every program factorises the pivot blocks for itself rather than wait for another.
+longer than its arithmetic: one step waits for the other. Here `L⁻¹` comes from eliminating `[λI + M | I]` by blocks, a
+kernel each, in which one program factorises the pivot block of the next. Programs are few, of one warp and soon done
+but for that one, so that there is room for other kernels beside them.
 `torch.linalg.cholesky_ex` and `solve_triangular` are the plain twin.
 """
 
@@ -13,68 +14,17 @@ from torch import Tensor
 
 from proxprop.kernels import on_its_device, with_rows
 
-BLOCK = 16
-"""Rows of a block: what one warp factorises without waiting for others."""
+BLOCK = 32
+"""Rows of a block: one for each thread of a warp."""
 
 
 @triton.jit
-def _entry(vector, k, BLOCK: tl.constexpr):
-    return tl.sum(tl.where(tl.arange(0, BLOCK) == k, vector, 0.0), axis=0)
-
-
-@triton.jit
-def _row(tile, k, BLOCK: tl.constexpr):
-    return tl.sum(tl.where(tl.arange(0, BLOCK)[:, None] == k, tile, 0.0), axis=0)
-
-
-@triton.jit
-def _column(tile, k, BLOCK: tl.constexpr):
-    return tl.sum(tl.where(tl.arange(0, BLOCK)[None, :] == k, tile, 0.0), axis=1)
-
-
-@triton.jit
-def _inverse_factor(tile, BLOCK: tl.constexpr):
-    """`L⁻¹` for one symmetric block `LLᵀ`, and its smallest pivot.
-
-    Two columns are eliminated at a time, because each elimination waits for the one before.
-    """
-    index = tl.arange(0, BLOCK)
-    row, column = index[:, None], index[None, :]
-    inverse = tl.where(row == column, 1.0, 0.0)
-    least = float("inf")
-    for k in range(0, BLOCK, 2):
-        down, down2 = _column(tile, k, BLOCK), _column(tile, k + 1, BLOCK)
-        along, along2 = _row(tile, k, BLOCK), _row(tile, k + 1, BLOCK)
-        done, done2 = _row(inverse, k, BLOCK), _row(inverse, k + 1, BLOCK)
-        pivot, corner, pivot2 = (
-            _entry(down, k, BLOCK),
-            _entry(down, k + 1, BLOCK),
-            _entry(down2, k + 1, BLOCK),
-        )
-        factor = corner / pivot
-        pivot2 -= factor * corner
-        along2 -= factor * along
-        done2 -= factor * done
-        least = tl.where(pivot > least, least, pivot)  # comparisons that take NaN over
-        least = tl.where(pivot2 > least, least, pivot2)
-        down = tl.where(index > k + 1, down / pivot, 0.0)
-        down2 = tl.where(index > k + 1, (down2 - corner * down) / pivot2, 0.0)
-        tile -= down[:, None] * along[None, :] + down2[:, None] * along2[None, :]
-        inverse -= down[:, None] * done[None, :] + down2[:, None] * done2[None, :]
-        inverse = tl.where(row == k, done[None, :] / tl.sqrt(pivot), inverse)
-        inverse = tl.where(row == k + 1, done2[None, :] / tl.sqrt(pivot2), inverse)
-    return inverse, least
-
-
-@triton.jit
-def _load(M, first, second, size, stride, damping, BLOCK: tl.constexpr, FIRST: tl.constexpr):
-    """A tile of M; in the first step of `λI + M`, continued by the identity beyond its size."""
-    row = first * BLOCK + tl.arange(0, BLOCK)[:, None]
-    column = second * BLOCK + tl.arange(0, BLOCK)[None, :]
-    at = row.to(tl.int64) * stride + column
+def _load(M, first, second, size, stride, damping, FIRST: tl.constexpr):
+    """Entries of M; in the first step of `λI + M`, continued by the identity beyond its size."""
+    at = first.to(tl.int64) * stride + second
     if FIRST:
-        tile = tl.load(M + at, mask=(row < size) & (column < size), other=0.0)
-        tile += tl.where(row == column, tl.where(row < size, damping, 1.0), 0.0)
+        tile = tl.load(M + at, mask=(first < size) & (second < size), other=0.0)
+        tile += tl.where(first == second, tl.where(first < size, damping, 1.0), 0.0)
     else:
         tile = tl.load(M + at)
     return tile
@@ -82,68 +32,106 @@ def _load(M, first, second, size, stride, damping, BLOCK: tl.constexpr, FIRST: t
 
 @triton.jit
 def _dot(left, right):
-    return tl.dot(left, right, input_precision="ieee")
+    return tl.dot(left, right, input_precision="tf32x3")
+
+
+@triton.jit
+def _factorise(tile, PIVOT, LEAST, BLOCK: tl.constexpr):
+    """Store `L⁻¹` of a symmetric tile `LLᵀ`, and its smallest pivot.
+
+    By columns, of which a thread holds one entry each: the entries of the pivot's row are a shuffle away. In each step
+    the first column is done, and what becomes of the identity's takes the last place.
+    """
+    index = tl.arange(0, BLOCK)
+    tl.store(PIVOT + index[:, None] * BLOCK + index[None, :], tile)
+    tl.debug_barrier()
+    columns = ()  # type: tuple[Tensor, ...]
+    for j in tl.static_range(BLOCK):
+        columns += (tl.load(PIVOT + j * BLOCK + index),)
+    tl.debug_barrier()
+    pivots, least = tl.full((BLOCK,), 1.0, tl.float32), tl.full((BLOCK,), float("inf"), tl.float32)
+    for k in range(BLOCK):
+        place = tl.full((BLOCK,), k, tl.int32)
+        pivot = tl.gather(columns[0], place, 0)
+        pivots = tl.where(index == k, pivot, pivots)
+        least = tl.where(pivot > least, least, pivot)  # a comparison that takes NaN over
+        down = tl.where(index > k, columns[0] / pivot, 0.0)
+        eliminated = ()  # type: tuple[Tensor, ...]
+        for j in tl.static_range(1, BLOCK):
+            eliminated += (columns[j] - down * tl.gather(columns[j], place, 0),)
+        eliminated += (tl.where(index == k, 1.0, -down),)
+        columns = eliminated
+    root = tl.sqrt(pivots)
+    for j in tl.static_range(BLOCK):
+        tl.store(PIVOT + index * BLOCK + j, tl.where(index < j, 0.0, columns[j] / root))
+    tl.store(LEAST, tl.sum(tl.where(index == 0, least, 0.0), axis=0))
+
+
+@triton.jit
+def _begin(M, PIVOTS, LEAST, size, stride, steps, damping, BLOCK: tl.constexpr):
+    """Factorise the first pivot tile."""
+    group, index = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    tile = _load(M + group * size * stride, index[:, None], index[None, :], size, stride, damping, True)
+    _factorise(tile, PIVOTS + group * steps * BLOCK * BLOCK, LEAST + group * steps, BLOCK)
 
 
 @triton.jit(do_not_specialize=["step"])
 def _eliminate(
-    M, NEXT, INVERSE, LEAST, size, stride, padded, step, damping, FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    M, WORK, PARTIAL, INVERSE, PIVOTS, LEAST, size, stride, steps, step, damping,
+    FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Eliminate two blocks, `step` and the one after it, from the tile of this program.
+    """Eliminate block `step` from the tile of this program, on or below the diagonal.
 
-    Left of `step`, M holds what has become of the identity. Factors of the two blocks are `P⁻¹` and `Q⁻¹`; the rows of
-    `[λI + M | I]` that they belong to become `upper` and `lower`, with which the rows below are eliminated.
+    With `L⁻¹` of the pivot tile, its rows of `[λI + M | I]` become `above`; rows below lose their share of it. Right of
+    `step` that is what is left of M, in WORK, elsewhere what has become of the identity, in PARTIAL. The program of the
+    next pivot tile, the first to be launched, factorises it at once, while all others are done.
     """
-    first, second, group = step + tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    M += group.to(tl.int64) * (size if FIRST else padded) * stride
-    tile = tl.arange(0, BLOCK)[:, None].to(tl.int64) * padded + tl.arange(0, BLOCK)[None, :]
-    out = group.to(tl.int64) * padded * padded + first.to(tl.int64) * BLOCK * padded + second * BLOCK + tile
+    number, group = tl.program_id(0) + step * (step + 1) // 2, tl.program_id(1).to(tl.int64)
+    first = ((tl.sqrt(8.0 * number + 2.0) - 1.0) / 2.0).to(tl.int32)
+    second = number - first * (first + 1) // 2
+    padded = steps * BLOCK
+    M += group * (size if FIRST else padded) * stride
+    WORK += group * padded * padded
+    PARTIAL += group * padded * padded
+    INVERSE += group * padded * padded
+    LEAST += group * steps
+    PIVOTS += group * steps * BLOCK * BLOCK
 
-    # All that is needed is asked for before the long wait for the pivot blocks.
-    after = step + 1
-    pivot = _load(M, step, step, size, stride, damping, BLOCK, FIRST)
-    beside = _load(M, step, after, size, stride, damping, BLOCK, FIRST)
-    pivot2 = _load(M, after, after, size, stride, damping, BLOCK, FIRST)
-    left = _load(M, first, step, size, stride, damping, BLOCK, FIRST)
-    left2 = _load(M, first, after, size, stride, damping, BLOCK, FIRST)
-    upper = _load(M, step, second, size, stride, damping, BLOCK, FIRST)
-    lower = _load(M, after, second, size, stride, damping, BLOCK, FIRST)
-    rest = _load(M, first, second, size, stride, damping, BLOCK, FIRST)
-
-    P, least = _inverse_factor(pivot, BLOCK)
-    beside = _dot(P, beside)
-    Q, least2 = _inverse_factor(pivot2 - _dot(tl.trans(beside), beside), BLOCK)
-    upper = _dot(P, upper)
-    index = tl.arange(0, BLOCK)
-    if second == step:  # the identity's own columns
-        upper = P
-        lower = tl.zeros((BLOCK, BLOCK), tl.float32)
-        rest = lower
-    elif second == after:
-        upper = tl.zeros((BLOCK, BLOCK), tl.float32)
-        lower = tl.where(index[:, None] == index[None, :], 1.0, 0.0)
-        rest = upper
-    lower = _dot(Q, lower - _dot(tl.trans(beside), upper))
-    if first == step:  # rows of L⁻¹ are finished
-        tl.store(INVERSE + out, tl.where(second > step, 0.0, upper))
-        if second == step:
-            least = tl.where(least2 > least, least, least2)
-            tl.store(LEAST + group * (padded // (2 * BLOCK)) + step // 2, least)
-    elif first == after:
-        tl.store(INVERSE + out, tl.where(second > after, 0.0, lower))
+    down, along = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    here = step * BLOCK + along
+    tile = (first * BLOCK + down).to(tl.int64) * padded + second * BLOCK + along
+    L = tl.load(PIVOTS + step * BLOCK * BLOCK + down * BLOCK + along)
+    if second == step:
+        above, rest = L, tl.zeros((BLOCK, BLOCK), tl.float32)
+    elif second < step:
+        above = _dot(
+            L, tl.load(PARTIAL + (step * BLOCK + down).to(tl.int64) * padded + second * BLOCK + along)
+        )
+        rest = tl.load(PARTIAL + tile)
     else:
-        left = _dot(left, tl.trans(P))  # tiles of L
-        left2 = _dot(left2 - _dot(left, beside), tl.trans(Q))
-        tl.store(NEXT + out, rest - _dot(left, upper) - _dot(left2, lower))
+        above = _dot(L, tl.trans(_load(M, second * BLOCK + down, here, size, stride, damping, FIRST)))
+        rest = _load(M, first * BLOCK + down, second * BLOCK + along, size, stride, damping, FIRST)
+    if first == step:  # rows of L⁻¹ are finished
+        tl.store(INVERSE + tile, above)
+        if second == step:
+            for right in range(1, steps - step):
+                tl.store(INVERSE + tile + right * BLOCK, tl.zeros((BLOCK, BLOCK), tl.float32))
+    else:
+        left = _dot(_load(M, first * BLOCK + down, here, size, stride, damping, FIRST), tl.trans(L))
+        rest -= _dot(left, above)
+        if second <= step:
+            tl.store(PARTIAL + tile, rest)
+        elif first == step + 1:
+            _factorise(rest, PIVOTS + (step + 1) * BLOCK * BLOCK, LEAST + step + 1, BLOCK)
+        else:
+            tl.store(WORK + tile, rest)
 
 
 @triton.jit
-def _mend(INVERSE, LEAST, M, FAILED, size, stride, padded, damping, BLOCK: tl.constexpr, SIZE: tl.constexpr):
+def _mend(INVERSE, LEAST, M, FAILED, size, stride, steps, padded, damping, SIZE: tl.constexpr):
     """Where a pivot was not positive, put `I/√(λ + trace M)` in place of `L⁻¹`; NaN where that overflows."""
     group, index = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
-    blocks = padded // (2 * BLOCK)
-    block = tl.arange(0, SIZE)
-    least = tl.load(LEAST + group * blocks + block, mask=block < blocks, other=1.0)
+    least = tl.load(LEAST + group * steps + index, mask=index < steps, other=1.0)
     broken = tl.sum((least > 0).to(tl.int32), axis=0) < SIZE
     diagonal = tl.load(
         M + group * size * stride + index.to(tl.int64) * (stride + 1), mask=index < size, other=0.0
@@ -172,19 +160,29 @@ def inverse_factor(M: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """
     M = with_rows(M)
     groups, size, _ = M.shape
-    padded = triton.cdiv(size, 2 * BLOCK) * 2 * BLOCK
-    blocks = padded // BLOCK
-    now, after, inverse = (M.new_empty(groups, padded, padded) for _ in range(3))
-    least = M.new_empty(groups, blocks // 2)
+    steps = triton.cdiv(size, BLOCK)
+    padded = steps * BLOCK
+    work, partial, inverse = (M.new_empty(groups, padded, padded) for _ in range(3))
+    pivots, least = M.new_empty(groups, steps, BLOCK, BLOCK), M.new_empty(groups, steps)
     failed = torch.empty(groups, dtype=torch.bool, device=M.device)
-    for step in range(0, blocks, 2):
-        _eliminate[(blocks - step, blocks, groups)](
-            now if step else M, after, inverse, least, size, padded if step else M.stride(1), padded, step, damping,
+    _begin[(groups,)](M, pivots, least, size, M.stride(1), steps, damping, BLOCK=BLOCK, num_warps=1)
+    for step in range(steps):
+        tiles = (steps * (steps + 1) - step * (step + 1)) // 2
+        _eliminate[(tiles, groups)](
+            work if step else M, work, partial, inverse, pivots, least,
+            size, padded if step else M.stride(1), steps, step, damping,
             FIRST=step == 0, BLOCK=BLOCK, num_warps=1,
         )  # fmt: skip
-        now, after = after, now
     _mend[(groups,)](
-        inverse, least, M, failed, size, M.stride(1), padded, damping,
-        BLOCK=BLOCK, SIZE=triton.next_power_of_2(padded),
-    )  # fmt: skip
+        inverse,
+        least,
+        M,
+        failed,
+        size,
+        M.stride(1),
+        steps,
+        padded,
+        damping,
+        SIZE=triton.next_power_of_2(padded),
+    )
     return inverse, failed

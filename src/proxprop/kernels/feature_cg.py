@@ -46,7 +46,7 @@ def _hand_over(
             + column[None, :]
         )
         inside = (row < padded)[:, None] & (column < wide)[None, :]
-        store_parts(search * side[:, None], size, at, padded.to(tl.int64) * wide, inside, PARTS)
+        store_parts(search * side[:, None] / size[None, :], at, padded.to(tl.int64) * wide, inside, PARTS)
 
 
 @triton.jit
@@ -146,7 +146,9 @@ def _advance_whole(
         size = power(tl.max(tl.abs(search), axis=0))
         tl.store(UNSCALE + at_column, unscaled(size), mask=in_column)
         at = PARTS_OF_SEARCH + group * PARTS * padded * wide + row[:, None] * wide + column[None, :]
-        store_parts(search, size, at, padded * wide, (row < padded)[:, None] & in_column[None, :], PARTS)
+        store_parts(
+            search / size[None, :], at, padded * wide, (row < padded)[:, None] & in_column[None, :], PARTS
+        )
 
 
 @triton.jit
@@ -228,8 +230,7 @@ def feature_cg(S: Tensor, B: Tensor, damping: float, iterations: int, parts: int
         D `[groups, features, outputs]`.
     """
     groups, features, outputs = B.shape
-    diagonal = S.diagonal(dim1=-2, dim2=-1).contiguous()
-    parts_of_S = halves.split(S, diagonal, parts)
+    parts_of_S, diagonal = halves.split(S, features, parts)
     blocks = max(1, triton.cdiv(outputs, max(LEAST_WIDTH, BLOCK // (groups * features))))
     found = [
         _solve(parts_of_S, diagonal, some, damping, iterations, parts)

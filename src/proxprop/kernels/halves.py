@@ -16,7 +16,7 @@ from torch import Tensor
 from proxprop.kernels import with_rows
 
 INNER = 64
-"""The inner dimension is padded with zeros to a multiple of this, the columns to a multiple of `WIDE`."""
+"""The inner dimension is padded with zeros to a multiple of this; in feature space, columns to one of `WIDE`."""
 
 WIDE = 16
 
@@ -30,9 +30,9 @@ def power(x):
 
 
 @triton.jit
-def store_parts(v, size, AT, between, inside, PARTS: tl.constexpr):
-    """Parts of columns whose largest entries' powers of two are `size`: high, low and high, `between` numbers apart."""
-    v = v / size[None, :] * 16384.0
+def store_parts(v, AT, between, inside, PARTS: tl.constexpr):
+    """Parts of numbers below 2: high, low and high, `between` numbers apart."""
+    v = v * 16384.0
     high = v.to(tl.float16)
     tl.store(AT, high, mask=inside)
     if PARTS == 3:
@@ -47,17 +47,22 @@ def unscaled(size):
 
 
 @triton.jit
-def _split_row(M, DIAGONAL, PARTS_OF_M, size, stride, padded, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A row of M, scaled, as parts side by side: low, high, high."""
+def _split_row(
+    M, DIAGONAL, PARTS_OF_M, size, stride, rows, padded, PARTS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """A row of M, scaled, as parts side by side: low, high, high; zeros below the last."""
     row, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, COLUMNS)
-    inside = column < size
-    side = power(tl.sqrt(tl.load(DIAGONAL + group * size + column, mask=inside, other=1.0)))
-    here = power(tl.sqrt(tl.load(DIAGONAL + group * size + row)))
-    m = tl.load(M + (group * size + row) * stride + column, mask=inside, other=0.0)
-    m = m / here / side * 4096.0
+    inside = column < tl.where(row < size, size, 0)
+    M += group * size * stride
+    diagonal = tl.load(M + column.to(tl.int64) * (stride + 1), mask=inside, other=1.0)
+    place = tl.minimum(row, size - 1)
+    own = tl.load(M + place.to(tl.int64) * (stride + 1))
+    tl.store(DIAGONAL + group * size + place, own)
+    m = tl.load(M + row.to(tl.int64) * stride + column, mask=inside, other=0.0)
+    m = m / power(tl.sqrt(own)) / power(tl.sqrt(diagonal)) * 4096.0
     high = m.to(tl.float16)
-    at = PARTS_OF_M + (group * size + row) * PARTS * padded + column
+    at = PARTS_OF_M + (group * rows + row) * PARTS * padded + column
     if PARTS == 3:
         tl.store(at, (m - high.to(tl.float32)).to(tl.float16), mask=column < padded)
         tl.store(at + padded, high, mask=column < padded)
@@ -66,16 +71,17 @@ def _split_row(M, DIAGONAL, PARTS_OF_M, size, stride, padded, PARTS: tl.constexp
         tl.store(at, high, mask=column < padded)
 
 
-def split(M: Tensor, diagonal: Tensor, parts: int) -> Tensor:
-    """Parts of M `[groups, size, size]`, `[groups, size, parts·padded]`."""
+def split(M: Tensor, rows: int, parts: int) -> tuple[Tensor, Tensor]:
+    """Parts of M `[groups, size, size]`, `[groups, rows, parts·padded]`, zero below M's rows, and its diagonal."""
     M = with_rows(M)
     groups, size, _ = M.shape
     padded = up(size, INNER)
-    out = M.new_empty(groups, size, parts * padded, dtype=torch.float16)
-    _split_row[(size, groups)](
-        M, diagonal, out, size, M.stride(1), padded, PARTS=parts, COLUMNS=triton.next_power_of_2(padded)
+    out = M.new_empty(groups, rows, parts * padded, dtype=torch.float16)
+    diagonal = M.new_empty(groups, size)
+    _split_row[(rows, groups)](
+        M, diagonal, out, size, M.stride(1), rows, padded, PARTS=parts, COLUMNS=triton.next_power_of_2(padded)
     )
-    return out
+    return out, diagonal
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

@@ -18,13 +18,16 @@ def _head(x):
 
 
 @triton.jit
-def _split(X, PARTS, numbers, ORDER: tl.constexpr, NUMBERS: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
-    inside = at < numbers
-    x = tl.load(X + at, mask=inside, other=0.0)
+def _split(X, PARTS, lines, length, stride, ORDER: tl.constexpr, NUMBERS: tl.constexpr):
+    """Some numbers of a line, `stride` from the next; the parts of a line are side by side."""
+    program = tl.program_id(0).to(tl.int64)
+    line, at = program % lines, program // lines * NUMBERS + tl.arange(0, NUMBERS)
+    inside = at < length
+    x = tl.load(X + line * stride + at, mask=inside, other=0.0)
     first = _head(x)
     second = _head(x - first)
     third = x - first - second
+    PARTS += line * len(ORDER) * length
     for place in tl.static_range(len(ORDER)):
         if ORDER[place] == 0:
             tl.store(PARTS + at, first.to(tl.bfloat16), mask=inside)
@@ -32,14 +35,22 @@ def _split(X, PARTS, numbers, ORDER: tl.constexpr, NUMBERS: tl.constexpr):
             tl.store(PARTS + at, second.to(tl.bfloat16), mask=inside)
         else:
             tl.store(PARTS + at, third.to(tl.bfloat16), mask=inside)
-        PARTS += numbers
+        PARTS += length
 
 
 @on_its_device
 def parts(x: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Bfloat16 parts of x `[rows, columns]` in this order, above one another: `[len(order)·rows, columns]`."""
-    x = x.contiguous()
+    """Bfloat16 parts of x `[rows, columns]` in this order, above one another: `[len(order)·rows, columns]`.
+
+    They are stored as x is, by rows or by columns.
+    """
     rows, columns = x.shape
-    out = x.new_empty(len(order) * rows, columns, dtype=torch.bfloat16)
-    _split[(triton.cdiv(x.numel(), NUMBERS),)](x, out, x.numel(), ORDER=order, NUMBERS=NUMBERS)
-    return out
+    by_columns = x.stride(0) == 1 and x.stride(1) >= rows
+    if not by_columns:
+        x = x.contiguous()
+    lines, length, stride = (columns, rows, x.stride(1)) if by_columns else (1, x.numel(), x.numel())
+    out = x.new_empty(lines, len(order) * length, dtype=torch.bfloat16)
+    _split[(lines * triton.cdiv(length, NUMBERS),)](
+        x, out, lines, length, stride, ORDER=order, NUMBERS=NUMBERS
+    )
+    return out.mT if by_columns else out.view(len(order) * rows, columns)
