@@ -5,7 +5,9 @@ the difference of two residuals over a step length, π and Kπ need not be kept,
 
     image = λρ + Kρ + (β/α₋)(ρ₋ − ρ)      ⟨p, (λI + AᵀA)p⟩ = ⟨Kρ, image⟩      ρ₊ = ρ − α·image
 
-and `U = Σ cᵢρᵢ` is put together at the end, `cᵢ = αᵢ + βᵢ₊₁cᵢ₊₁`. That halves what a step reads and writes.
+and `U = Σ cᵢρᵢ` is put together at the end, `cᵢ = αᵢ + βᵢ₊₁cᵢ₊₁`. That halves what a step reads and writes. Where the
+caller allows TF32, in which U is rounded to eleven bits next, residuals are kept for that in the eleven bits of the
+products' parts.
 
 Outputs are rows here, so that memory is read and written in long lines and few threads sum over an output, which they
 hold in registers: there must be few samples.
@@ -40,6 +42,12 @@ def _hand_over(rho, side, RHO, PARTS_OF_RHO, UNSCALE, output, sample, padded, ou
 
 
 @triton.jit
+def _slot(step, PARTS: tl.constexpr):
+    """Where the residual of a step is: the last two take turns where parts are kept of all."""
+    return step % 2 if PARTS == 1 else step
+
+
+@triton.jit
 def _begin(
     G, DIAGONAL, RHO, PARTS_OF_RHO, UNSCALE, SCALE, samples, padded, outputs,
     PARTS: tl.constexpr, SAMPLES: tl.constexpr, OUTPUTS: tl.constexpr,
@@ -64,7 +72,7 @@ def _begin(
 
 @triton.jit(do_not_specialize=["step"])
 def _advance(
-    RHO, K_RHO, DIAGONAL, PARTS_OF_RHO, UNSCALE, SCALE, SQUARED, LENGTH, RATIO, U,
+    RHO, K_RHO, DIAGONAL, PARTS_OF_RHO, UNSCALE, SCALE, SQUARED, LENGTH, RATIO,
     step, array, line, damping, samples, padded, outputs,
     FIRST: tl.constexpr, LAST: tl.constexpr, PARTS: tl.constexpr, SAMPLES: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
@@ -77,14 +85,16 @@ def _advance(
     at_output = group * outputs + output
     step = step.to(tl.int64)
     RHO += group * outputs * padded
+    K_RHO += group * outputs * padded
+    PARTS_OF_RHO += group * outputs * PARTS * padded
 
-    rho = tl.load(RHO + step * array + at, mask=inside, other=0.0)
-    K_rho = tl.load(K_RHO + group * outputs * padded + at, mask=inside, other=0.0)
+    rho = tl.load(RHO + _slot(step, PARTS) * array + at, mask=inside, other=0.0)
+    K_rho = tl.load(K_RHO + at, mask=inside, other=0.0)
     if not FIRST:
-        previous = tl.load(RHO + (step - 1) * array + at, mask=inside, other=0.0)
+        previous = tl.load(RHO + _slot(step - 1, PARTS) * array + at, mask=inside, other=0.0)
     diagonal = tl.load(DIAGONAL + group * samples + sample, mask=sample < samples, other=0.0)
     side = power(tl.sqrt(diagonal))
-    unscale = tl.load(UNSCALE + at_output, mask=there, other=0.0)
+    unscale = tl.load(UNSCALE + step * line + at_output, mask=there, other=0.0)
     K_rho = K_rho * unscale[:, None] * side[None, :]
     squared = tl.sum(rho * K_rho, axis=1)
     image = damping * rho + K_rho
@@ -110,19 +120,26 @@ def _advance(
         share = length
         u = share[:, None] * rho
         for back in range(1, step + 1):
-            share = tl.load(LENGTH + (step - back) * line + at_output, mask=there, other=0.0) + ratio * share
-            ratio = tl.load(RATIO + (step - back) * line + at_output, mask=there, other=0.0)
-            u += share[:, None] * tl.load(RHO + (step - back) * array + at, mask=inside, other=0.0)
+            earlier = step - back
+            share = tl.load(LENGTH + earlier * line + at_output, mask=there, other=0.0) + ratio * share
+            ratio = tl.load(RATIO + earlier * line + at_output, mask=there, other=0.0)
+            if PARTS == 1:
+                unscale = tl.load(UNSCALE + earlier * line + at_output, mask=there, other=0.0)
+                rho = tl.load(PARTS_OF_RHO + earlier * array + at, mask=inside, other=0.0).to(tl.float32)
+                u += (share * unscale * 4096.0)[:, None] * (rho / side[None, :])
+            else:
+                u += share[:, None] * tl.load(RHO + earlier * array + at, mask=inside, other=0.0)
         u *= tl.load(SCALE + at_output, mask=there, other=1.0)[:, None]
-        tl.store(U + group * outputs * padded + at, u, mask=inside)
+        tl.store(K_RHO + at, u, mask=inside)  # which the sums have read
     else:
         tl.store(SQUARED + at_output, squared, mask=there)
         tl.store(LENGTH + step * line + at_output, length, mask=there)
         tl.store(RATIO + step * line + at_output, ratio, mask=there)
+        if PARTS == 1:
+            PARTS_OF_RHO += (step + 1) * array
         _hand_over(
-            rho - length[:, None] * image, side, RHO + (step + 1) * array,
-            PARTS_OF_RHO + group * outputs * PARTS * padded, UNSCALE + group * outputs,
-            output, sample, padded, outputs, PARTS,
+            rho - length[:, None] * image, side, RHO + _slot(step + 1, PARTS) * array, PARTS_OF_RHO,
+            UNSCALE + (step + 1) * line + group * outputs, output, sample, padded, outputs, PARTS,
         )  # fmt: skip
 
 
@@ -134,7 +151,7 @@ def sample_cg(K: Tensor, G: Tensor, damping: float, iterations: int, parts: int)
         K: `[groups, samples, samples]`, contiguous float32.
         G: `[groups, samples, outputs]`, float32.
         damping: λ.
-        iterations: how many steps; every residual is kept until the end.
+        iterations: how many steps; something of every residual is kept until the end.
         parts: 3 for products as accurate as float32's, 1 for products as accurate as TF32's.
 
     Returns:
@@ -145,22 +162,22 @@ def sample_cg(K: Tensor, G: Tensor, damping: float, iterations: int, parts: int)
     padded = halves.up(samples, halves.INNER)
     parts_of_K, diagonal = halves.split(K, padded, parts)
     length = triton.next_power_of_2(padded)
-    parts_of_rho = K.new_empty(groups, outputs, parts * padded, dtype=torch.float16)
-    rho = K.new_empty(iterations, groups, outputs, padded)
-    lengths, ratio = (K.new_empty(iterations, groups, outputs) for _ in range(2))
-    squared, scale, unscale = (K.new_empty(groups, outputs) for _ in range(3))
-    U = K.new_empty(groups, outputs, padded)
+    kept, residuals = (iterations, 2) if parts == 1 else (1, iterations)
+    parts_of_rho = K.new_empty(kept, groups, outputs, parts * padded, dtype=torch.float16)
+    rho = K.new_empty(residuals, groups, outputs, padded)
+    lengths, ratio, unscale = (K.new_empty(iterations, groups, outputs) for _ in range(3))
+    squared, scale = (K.new_empty(groups, outputs) for _ in range(2))
     turned, rows = max(1, TURNED_NUMBERS // length), max(1, NUMBERS // length)
     _begin[(triton.cdiv(outputs, turned), groups)](
         G, diagonal, rho, parts_of_rho, unscale, scale, samples, padded, outputs,
         PARTS=parts, SAMPLES=length, OUTPUTS=turned, num_warps=8,
     )  # fmt: skip
     for step in range(iterations):
-        K_rho = halves.product(parts_of_rho, parts_of_K.mT)
+        K_rho = halves.product(parts_of_rho[step % kept], parts_of_K.mT)
         _advance[(triton.cdiv(outputs, rows), groups)](
-            rho, K_rho, diagonal, parts_of_rho, unscale, scale, squared, lengths, ratio, U,
+            rho, K_rho, diagonal, parts_of_rho, unscale, scale, squared, lengths, ratio,
             step, rho[0].numel(), squared.numel(), damping, samples, padded, outputs,
             FIRST=step == 0, LAST=step == iterations - 1,
             PARTS=parts, SAMPLES=length, OUTPUTS=rows, num_warps=4,
         )  # fmt: skip
-    return U[..., :samples].mT
+    return K_rho[..., :samples].mT  # U has taken its place

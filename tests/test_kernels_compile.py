@@ -1,0 +1,51 @@
+"""The Triton kernels compile for a GPU, which need not be there: the interpreter takes what the compiler does not."""
+
+import os
+
+import pytest
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from proxprop.kernels import cholesky, feature_cg, halves, sample_cg, split  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+]
+HALVES = {"PARTS_OF_RHO": "*fp16", "PARTS_OF_SEARCH": "*fp16", "PARTS_OF_M": "*fp16", "PARTS": "*bf16"}
+TYPES = {**HALVES, "FAILED": "*i1", "damping": "fp32"}
+STEPS = [(True, False), (False, False), (False, True), (True, True)]
+KERNELS = [
+    (cholesky._begin, {"BLOCK": 32}, 1),
+    (cholesky._eliminate, {"FIRST": True, "BLOCK": 32}, 1),
+    (cholesky._eliminate, {"FIRST": False, "BLOCK": 32}, 1),
+    (cholesky._mend, {"SIZE": 512}, 4),
+    (split._split, {"ORDER": (0, 2, 1), "NUMBERS": 1024}, 4),
+    *[(halves._split_row, {"PARTS": parts, "COLUMNS": 512}, 4) for parts in (1, 3)],
+    *[(sample_cg._begin, {"PARTS": parts, "SAMPLES": 512, "OUTPUTS": 16}, 8) for parts in (1, 3)],
+    *[
+        (sample_cg._advance, {"PARTS": p, "SAMPLES": 512, "OUTPUTS": 2, "FIRST": first, "LAST": last}, 4)
+        for first, last in STEPS
+        for p in (1, 3)
+    ],
+    (feature_cg._begin, {"PARTS": 3, "ROWS": 512, "COLUMNS": 8}, 8),
+    *[
+        (kernel, {"PARTS": 3, "ROWS": 512, "COLUMNS": 8, "FIRST": first, "LAST": last}, 8)
+        for kernel in (feature_cg._advance, feature_cg._advance_whole)
+        for first, last in STEPS[1:]
+    ],
+]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants", "warps"), KERNELS, ids=lambda x: getattr(x, "__name__", str(x))
+)
+def test_kernel_compiles_for_a_gpu(kernel, constants: dict[str, object], warps: int) -> None:
+    names = kernel.arg_names
+    types = {name: TYPES.get(name, "*fp32" if name.isupper() else "i32") for name in names}
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    assert kernel.__name__ in compiled.asm["ptx"]
