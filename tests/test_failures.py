@@ -9,7 +9,8 @@ from torch import nn
 import proxprop
 from proxprop import Exact
 from proxprop.solve import SAMPLE
-from proxprop.solve.exact import by_factor, factorize
+from proxprop.solve.exact import by_factor
+from proxprop.solve.factor import factorize
 
 
 def indefinite(groups: int = 1) -> torch.Tensor:

@@ -15,7 +15,8 @@ from cases import relative_error
 from proxprop import kernels
 from proxprop.deferred.operator import Form, Inverse
 from proxprop.solve.cg import feature_cg, normalize, sample_cg
-from proxprop.solve.exact import by_elimination, by_factor, factorize
+from proxprop.solve.exact import by_elimination, by_factor
+from proxprop.solve.factor import factorize
 from proxprop.solve.products import LEFT, RIGHT, SMALLEST_FIRST, WALK, plain_parts
 
 pytest.importorskip("triton")

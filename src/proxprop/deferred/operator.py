@@ -9,7 +9,9 @@ from torch import Tensor
 
 from proxprop.settings import Settings
 from proxprop.solve import Exact, Solution, Solver
-from proxprop.solve.exact import ELIMINATED_ROWS, eliminates, factorize, inverse
+from proxprop.solve.blocked import by_blocks
+from proxprop.solve.factor import ELIMINATED_ROWS, eliminates, factorize, inverse
+from proxprop.solve.products import has_parts
 
 
 class Operator(Protocol):
@@ -114,9 +116,13 @@ class Inverse:
         """Factorise and invert, and say for each group whether that failed; M is overwritten."""
         if eliminates(form.M):
             return cls.by_elimination(form)
+        eye = torch.eye(form.M.shape[-1], dtype=form.M.dtype, device=form.M.device)
+        if len(form.M) == 1 and has_parts(form.M):
+            found, failed = by_blocks(form.M, form.damping, len(eye))(eye[None]).times(form.factor)
+            assert failed is not None
+            return cls(found), failed
         factor = factorize(form.M, form.damping)
         broken = (factor.info != 0)[:, None, None]
-        eye = torch.eye(form.M.shape[-1], dtype=form.M.dtype, device=form.M.device)
         matrix = torch.where(broken, eye / factor.bound[:, None, None], inverse(factor.L))
         return cls(matrix.mul_(form.factor)), broken.flatten() & factor.bound.isfinite()
 

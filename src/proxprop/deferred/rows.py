@@ -17,7 +17,7 @@ from torch import Tensor
 
 from proxprop.settings import Settings
 from proxprop.solve import FEATURE, MATRIX_FREE, SAMPLE, Exact, Sizes, Solution
-from proxprop.solve.exact import inverse_factor
+from proxprop.solve.factor import inverse_factor
 from proxprop.solve.plan import remembered_plan
 from proxprop.solve.products import transposed_product
 from proxprop.transfer import LinearTransfer

@@ -7,12 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from proxprop import kernels
-from proxprop.solve.products import transposed_product
+from proxprop.solve.blocked import by_blocks
+from proxprop.solve.factor import Factor, eliminates, factorize, inverse
+from proxprop.solve.products import has_parts, transposed_product
 from proxprop.solve.solver import FEATURE, SAMPLE, Ready, Sizes, Solution, Solver
-
-ELIMINATED_ROWS = 768
-"""Most rows of a system that the GPU kernel of our own factorises faster than cuSOLVER."""
 
 
 @dataclass(frozen=True)
@@ -57,69 +55,9 @@ def prepared(M: Tensor, damping: float, outputs: int) -> Ready:
     """Return `B -> (λI + M)⁻¹B` for B with so many columns; M is overwritten."""
     if eliminates(M):
         return by_elimination(M, damping, outputs)
+    if len(M) == 1 and has_parts(M):
+        return by_blocks(M, damping, outputs)
     return by_factor(factorize(M, damping), outputs)
-
-
-def eliminates(M: Tensor) -> bool:
-    """Whether a GPU kernel of our own factorises `λI + M`."""
-    return M.shape[-1] <= ELIMINATED_ROWS and kernels.take(M)
-
-
-@dataclass(frozen=True)
-class Factor:
-    """A factorised `λI + M`.
-
-    Attributes:
-        L: lower Cholesky factor `[groups, size, size]`; the identity where `info` is not zero.
-        info: LAPACK's, `[groups]`; not zero where `λI + M` was not positive definite in this precision.
-        bound: `λ + trace M`, no smaller than the largest eigenvalue, `[groups]`; NaN where M overflowed.
-    """
-
-    L: Tensor
-    info: Tensor
-    bound: Tensor
-
-
-def factorize(M: Tensor, damping: float) -> Factor:
-    """Factorise `λI + M` for positive semidefinite M `[groups, size, size]`, which is overwritten."""
-    diagonal = M.diagonal(dim1=-2, dim2=-1)
-    bound = diagonal.sum(-1).add_(damping)
-    bound.masked_fill_(bound == torch.inf, torch.nan)  # because `B / inf` would hide it
-    diagonal.add_(damping)
-    L, info = torch.linalg.cholesky_ex(M)
-    identity = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
-    L = torch.where(info.view(-1, 1, 1).logical_not(), L, identity)  # its inverse must not meet a zero pivot
-    return Factor(L, info, bound)
-
-
-def inverse_factor(K: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """`L⁻¹` with `LLᵀ = λI + K`, and for each group whether that failed; K is overwritten.
-
-    Two products with `L⁻¹` are as accurate as two triangular solves; one with `(LLᵀ)⁻¹` is not always.
-
-    Returns:
-        `L⁻¹ [groups, samples, samples]`, the identity over `√(λ + trace K)` where it failed, NaN where K is not finite.
-    """
-    size = K.shape[-1]
-    if eliminates(K):
-        from proxprop.kernels import cholesky
-
-        inverse, failed = cholesky.inverse_factor(K, damping)
-        return inverse[:, :size, :size], failed
-    factor = factorize(K, damping)
-    eye = torch.eye(size, dtype=K.dtype, device=K.device).expand_as(K)
-    broken, bound = factor.info != 0, factor.bound[:, None, None]
-    solved = torch.linalg.solve_triangular(factor.L, eye, upper=False)
-    return torch.where(broken[:, None, None], eye / bound.sqrt(), solved), broken & factor.bound.isfinite()
-
-
-def inverse(L: Tensor) -> Tensor:
-    """`(LLᵀ)⁻¹`: with as many right-hand sides as rows, one product with it beats two triangular solves."""
-    if L.is_cuda:  # cholesky_inverse's GPU kernel can't be captured in a CUDA graph
-        eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
-        halfway: Tensor = torch.linalg.solve_triangular(L, eye, upper=False)
-        return halfway.mT @ halfway
-    return torch.cholesky_inverse(L)
 
 
 def _triangular_solves(L: Tensor, B: Tensor) -> Tensor:

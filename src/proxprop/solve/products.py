@@ -46,6 +46,12 @@ def transposed_product(left: Tensor, right: Tensor | None = None) -> Tensor:
     return in_parts(lambda a, b: multiply(a.mT, b), left, right, flops)
 
 
+def precise_product(left: Tensor, right: Tensor | None = None) -> Tensor:
+    """`transposed_product`, as accurate as float32's even where the caller allows TF32."""
+    flops = 2.0 * left.numel() * (left if right is None else right).shape[1]
+    return in_parts(lambda a, b: multiply(a.mT, b), left, right, flops, precise=True)
+
+
 def square(A: Tensor) -> Tensor:
     """`AAᵀ [groups, samples, samples]` for A `[groups, samples, features]`; in float32 where A is bfloat16."""
     if A.dtype == torch.bfloat16 and (not A.is_cuda or torch.compiler.is_compiling()):
@@ -82,7 +88,11 @@ def _half(left: Tensor) -> Tensor:
 
 
 def in_parts(
-    product: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor | None, flops: float
+    product: Callable[[Tensor, Tensor], Tensor],
+    left: Tensor,
+    right: Tensor | None,
+    flops: float,
+    precise: bool = False,
 ) -> Tensor:
     """A product that sums over the rows of its factors, taken over parts where that is faster.
 
@@ -91,11 +101,12 @@ def in_parts(
         left: `[rows, m]`.
         right: `[rows, n]`, or None for left: then they share parts.
         flops: of the product.
+        precise: whether TF32 is not enough, even where the caller allows it.
     """
     factors = [left] if right is None else [left, right]
-    if not _parts_pay(factors[0], factors[-1], flops):
-        precise = torch.promote_types(left.dtype, torch.float32)
-        factors = [factor.to(precise) for factor in factors]
+    if not _parts_pay(factors[0], factors[-1], flops, precise):
+        dtype = torch.promote_types(left.dtype, torch.float32)
+        factors = [factor.to(dtype) for factor in factors]
         return product(factors[0], factors[-1])
     if all(factor.dtype == torch.bfloat16 for factor in factors):
         return product(factors[0], factors[-1])
@@ -131,16 +142,21 @@ def _stacked(left: Tensor, right: Tensor | None = None) -> tuple[Tensor, Tensor]
     return split.parts(left, LEFT), split.parts(right, RIGHT)
 
 
-def _parts_pay(left: Tensor, right: Tensor, flops: float) -> bool:
-    """Whether torch would multiply on float32 units what tensor cores do faster in parts."""
+def _parts_pay(left: Tensor, right: Tensor, flops: float, precise: bool) -> bool:
+    """Whether torch would multiply on float32 units what tensor cores do faster in parts, or less precisely."""
     if not left.is_cuda or torch.compiler.is_compiling():
         return False
     if torch.bfloat16 in (left.dtype, right.dtype):
         return True
-    if left.shape[1] % 8 or right.shape[1] % 8 or flops < LEAST_FLOPS or kernels.tf32_allowed():
+    worthwhile = precise if kernels.tf32_allowed() else flops >= LEAST_FLOPS
+    if left.shape[1] % 8 or right.shape[1] % 8 or not worthwhile:
         return False
-    fast = torch.cuda.get_device_capability(left.device) in FAST_BFLOAT16
-    return fast and kernels.take(left) and kernels.take(right)
+    return has_parts(left) and has_parts(right)
+
+
+def has_parts(factor: Tensor) -> bool:
+    """Whether a GPU multiplies parts of this factor faster than float32 numbers."""
+    return kernels.take(factor) and torch.cuda.get_device_capability(factor.device) in FAST_BFLOAT16
 
 
 def plain_parts(x: Tensor, order: tuple[int, ...]) -> Tensor:

@@ -1,0 +1,74 @@
+"""Exact solutions of large systems on a GPU, by blocks: nearly all is products, on tensor cores.
+
+`λI + M = RᵀR` with R upper triangular in blocks. Of a diagonal block `LLᵀ` only `L⁻¹` is ever needed,
+
+    Rₖⱼ = Lₖ⁻¹Mₖⱼ      Mᵢⱼ ← Mᵢⱼ − RₖᵢᵀRₖⱼ      (i, j > k)
+
+and the solution takes two sweeps, down and up. Products are as accurate as float32's whatever is allowed: those that
+are subtracted from M must not make it indefinite. `proxprop.solve.exact.by_factor`, LAPACK's way, is the plain twin.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from proxprop.solve.factor import inverse_factor
+from proxprop.solve.products import precise_product
+from proxprop.solve.solver import Ready, Solution
+
+BLOCK = 512
+"""Most rows of a block."""
+
+UNIT = 32
+"""Blocks have a multiple of so many rows, as tensor cores want it."""
+
+
+def by_blocks(M: Tensor, damping: float, outputs: int) -> Ready:
+    """Return `B -> (λI + M)⁻¹B` for positive semidefinite M `[1, size, size]`; where that fails, `B / (λ + trace M)`.
+
+    Args:
+        M: K or S.
+        damping: λ.
+        outputs: columns of B.
+    """
+    size = M.shape[-1]
+    count = -(-size // BLOCK)
+    rows = -(-size // (count * UNIT)) * UNIT
+    bound = M.diagonal(dim1=-2, dim2=-1).sum() + damping
+    left = M.new_zeros(count * rows, count * rows)
+    left[:size, :size] = M[0]
+    left.diagonal().add_(damping)
+    left.diagonal()[size:] = 1.0
+    corners, beside, failures = [], [], []
+    for start in range(0, count * rows, rows):
+        end = start + rows
+        corner, failed = inverse_factor(left[None, start:end, start:end], 0.0)
+        corners.append(corner[0])
+        failures.append(failed)
+        if end < len(left):
+            beside.append(precise_product(corner[0].mT, left[start:end, end:]))
+            left[end:, end:] -= precise_product(beside[-1])
+    failed = torch.stack(failures).any(0)
+
+    def solve(B: Tensor) -> Solution:
+        right = B.new_zeros(count * rows, -(-outputs // UNIT) * UNIT)
+        right[:size, :outputs] = B[0]
+        found = _sweeps(corners, beside, right)[None, :size, :outputs]
+        return Solution(torch.where(failed, B / bound, found), failed)
+
+    return solve
+
+
+def _sweeps(corners: Sequence[Tensor], beside: Sequence[Tensor], right: Tensor) -> Tensor:
+    """`(RᵀR)⁻¹·right`, in its place, given `L⁻¹` of diagonal blocks and what of R is beside them."""
+    blocks = right.split(len(corners[0]))
+    for k, corner in enumerate(corners):
+        blocks[k].copy_(precise_product(corner.mT, blocks[k]))
+        if k < len(beside):
+            right[(k + 1) * len(corner) :] -= precise_product(beside[k], blocks[k])
+    for k, corner in reversed(list(enumerate(corners))):
+        if k < len(beside):
+            blocks[k].sub_(precise_product(beside[k].mT, right[(k + 1) * len(corner) :]))
+        blocks[k].copy_(precise_product(corner, blocks[k]))
+    return right
