@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from proxprop import kernels
 from proxprop.aside import Aside, Fork, join_last, wait
 from proxprop.settings import Settings
 from proxprop.solve import DIAGONAL, FEATURE, SAMPLE, Plan, Ready, plan
@@ -154,7 +155,9 @@ class Call:
     def direction(self, transfer: Transfer, G: Tensor) -> Parameters:
         """The solved direction; a failure is noted and an observer shown."""
         ready = self.aside.take() if self.aside is not None else None
-        direction = solve(transfer, G, self.settings, ready)
+        coarse = transfer.coarse and not torch.compiler.is_compiling()
+        with kernels.for_coarse_numbers() if coarse else nullcontext():
+            direction = solve(transfer, G, self.settings, ready)
         self.failures.note(direction.failed)
         if self.observer is not None:
             self.observer(transfer, G, direction, self.settings)

@@ -1,6 +1,8 @@
 """Triton kernels for NVIDIA GPUs, and whether they can be used; each has a twin in plain torch for where they can't."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, wraps
 from importlib.util import find_spec
 from typing import Concatenate, ParamSpec, TypeVar
@@ -11,6 +13,8 @@ from torch import Tensor
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Launching = Callable[Concatenate[Tensor, Arguments], Result]
+
+_coarse = ContextVar("coarse", default=False)
 
 
 def take(array: Tensor) -> bool:
@@ -25,8 +29,18 @@ def multiply(array: Tensor) -> bool:
 
 
 def parts() -> int:
-    """How many products of float16 parts are as accurate as the caller asks for: 3 for float32, 1 for TF32."""
-    return 1 if tf32_allowed() else 3
+    """How many products of float16 parts are as accurate as the caller asks for: 3 for float32, else 1."""
+    return 1 if tf32_allowed() or _coarse.get() else 3
+
+
+@contextmanager
+def for_coarse_numbers() -> Iterator[None]:
+    """Within, numbers have no more bits than a float16 part to begin with."""
+    before = _coarse.set(True)
+    try:
+        yield
+    finally:
+        _coarse.reset(before)
 
 
 def tf32_allowed() -> bool:

@@ -34,6 +34,7 @@ class LinearTransfer(Affine):
         self.input = input.reshape(-1, input.shape[-1])
         self.output_shape = output_shape
         self.transposed = transposed
+        self.coarse = input.dtype == torch.bfloat16
         inputs = input.shape[-1] if weight_shape else 0
         self.sizes = Sizes(1, self.input.shape[0], inputs + bias, output_shape[-1])
 

@@ -24,6 +24,8 @@ class Transfer(ABC):
 
     spaces: ClassVar[tuple[str, ...]] = SPACES
     sizes: Sizes
+    coarse: bool = False
+    """Whether inputs and gradients come in bfloat16: a solve need not be more precise."""
 
     @abstractmethod
     def output(self, parameters: Parameters) -> Tensor:
