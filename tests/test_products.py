@@ -16,6 +16,7 @@ from proxprop.solve.products import (
     WALK,
     plain_parts,
     square,
+    square_in_float16,
     transposed_product,
     transposed_square,
 )
@@ -144,3 +145,35 @@ def test_a_linear_transfer_takes_bfloat16_as_it_is(transposed: bool) -> None:
     for found, expected in zip(halved.gradient(G), whole.gradient(G.float()), strict=True):
         assert found.dtype == torch.float32
         assert relative_error(found, expected) < 1e-6
+
+
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
+def test_a_square_in_float16_is_as_accurate_as_tf32s(size: float) -> None:
+    A = factors()[0] * size
+    A[:, 1] *= 1e-6
+    A[:, 2] = 0.0
+    precise = A.double().mT @ A.double()
+    side = precise.diagonal().sqrt()
+    error = (square_in_float16(A).double() - precise).abs()
+    assert bool((error <= 2e-4 * side[:, None] * side).all())
+
+
+def test_a_square_in_float16_lets_what_is_not_finite_through() -> None:
+    A = factors()[0]
+    A[3, 4] = float("nan")
+    S = square_in_float16(A)
+    assert bool(S[4].isnan().all())
+    assert bool(S[:4, :4].isfinite().all())
+
+
+def test_large_squares_are_in_float16_where_tf32_is_allowed(monkeypatch) -> None:
+    A = factors()[0][None]
+    seen = []
+    monkeypatch.setattr(products, "_half_pays", lambda A, size: False)
+    monkeypatch.setattr(products, "square_in_float16", lambda A: seen.append(A.shape) or A.mT @ A)
+    monkeypatch.setattr(products.kernels, "multiply", lambda A: True)
+    monkeypatch.setattr(products.kernels, "tf32_allowed", lambda: True)
+    monkeypatch.setattr(products, "LEAST_FOR_FLOAT16", 40)
+    transposed_square(A)
+    transposed_square(A[..., :39])
+    assert seen == [(300, 40)]
