@@ -84,7 +84,7 @@ def _eliminate(
 
     With `L⁻¹` of the pivot tile, its rows of `[λI + M | I]` become `above`; rows below lose their share of it. Right of
     `step` that is what is left of M, in WORK, elsewhere what has become of the identity, in PARTIAL. The program of the
-    next pivot tile, the first to be launched, factorises it at once, while all others are done.
+    next pivot tile, one of the first to be launched, factorises it at once, while all others are done.
     """
     number, group = tl.program_id(0) + step * (step + 1) // 2, tl.program_id(1).to(tl.int64)
     first = ((tl.sqrt(8.0 * number + 2.0) - 1.0) / 2.0).to(tl.int32)
