@@ -11,6 +11,7 @@ from torch import Tensor
 from cases import relative_error
 from proxprop import CG, Exact
 from proxprop.solve import FEATURE, MATRIX_FREE, SAMPLE, Solver
+from proxprop.transfer import LinearTransfer
 
 sizes = st.tuples(st.integers(1, 3), st.integers(1, 24), st.integers(1, 24), st.integers(1, 5))
 
@@ -136,9 +137,26 @@ def test_outputs_taken_as_rows_give_the_same(monkeypatch, groups: int, outputs: 
     K, given = A @ A.mT, G.clone()
     whole = CG(iterations).samples(K, G, 0.3).value
     monkeypatch.setattr(sys.modules[CG.__module__], "TURNED_NUMBERS", 1)
+    monkeypatch.setattr(sys.modules[CG.__module__], "FEWEST_ROWS", 1)
     for numbers in (1, 16 * 9 * groups, 10**6):  # one output at a time, sixteen, all
         monkeypatch.setattr(sys.modules[CG.__module__], "BLOCK", numbers)
         by_rows = CG(iterations).samples(K, G, 0.3).value
         assert by_rows.stride() != whole.stride() or outputs == 1
         assert relative_error(A.mT @ by_rows, A.mT @ whole) < 1e-13
     assert torch.equal(G, given)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_an_inverse_may_act_on_a_narrow_input_instead_of_the_gradient(bias: bool, transposed: bool) -> None:
+    X, G = torch.randn(2, 4, 6, dtype=torch.float64), torch.randn(2, 4, 9, dtype=torch.float64)
+    weight = torch.Size([6, 9] if transposed else [9, 6])
+    transfer = LinearTransfer(X, G.shape, weight, bias, transposed)
+    ready = Exact().prepared(SAMPLE, transfer.kernel(), 0.3, outputs=9)
+    expected = transfer.gradient(transfer.from_samples(ready(transfer.to_samples(G)).value))
+    found, failed = transfer.direction(ready, G, factor=2.0)
+    assert transfer.is_narrow()
+    assert not failed.any()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or relative_error(ours, 2 * theirs) < 1e-12

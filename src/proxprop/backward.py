@@ -17,7 +17,7 @@ from proxprop.aside import Aside, Fork, join_last, wait
 from proxprop.settings import Settings
 from proxprop.solve import DIAGONAL, FEATURE, SAMPLE, Plan, Ready, plan
 from proxprop.solve.plan import remembered_plan
-from proxprop.transfer import Affine, Parameters, Transfer
+from proxprop.transfer import Affine, LinearTransfer, Parameters, Transfer
 
 Shapes = Sequence[torch.Size | None]
 
@@ -192,6 +192,9 @@ def solve(transfer: Transfer, G: Tensor, settings: Settings, ready: Ready | None
         return Direction(transfer.divide(G, damping, factor), chosen, None)
     if chosen.space == SAMPLE:
         ready = ready or prepare(transfer, settings, SAMPLE)
+        if settings.solver.linear and isinstance(transfer, LinearTransfer) and transfer.is_narrow():
+            parameters, failed = transfer.direction(ready, G, factor)
+            return Direction(parameters, chosen, failed)
         U, failed = ready(transfer.to_samples(G)).times(factor)
         return Direction(transfer.gradient(transfer.from_samples(U)), chosen, failed)
     B = transfer.to_features(transfer.gradient(G))

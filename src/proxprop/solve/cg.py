@@ -13,8 +13,11 @@ from proxprop.solve.solver import FEATURE, MATRIX_FREE, SAMPLE, Sizes, Solution,
 TURNED_NUMBERS = 2**16
 """From so many numbers of G on, a CPU works on it with outputs as rows."""
 
-BLOCK = 2**20
-"""Numbers of one array that it then works on at a time: four megabytes, of which six are in use."""
+BLOCK = 2**18
+"""Numbers of one array that it then works on at a time: one megabyte, of which six are in use."""
+
+FEWEST_ROWS = 512
+"""That it does so for: with fewer, a product has to read K too often."""
 
 NEW_ARRAYS = (None,) * 6
 """Take new ones."""
@@ -86,14 +89,13 @@ class CG(Solver):
         A product shares out its rows among a processor's cores just as all that follows does, so that each core finds
         its numbers in its own cache, and none writes to what another has read.
         """
-        turned = G[0].mT if len(G) == 1 else G.mT  # torch turns a matrix much faster than a stack of one
-        rows = turned.clone(memory_format=torch.contiguous_format).view(len(G), *G.shape[:0:-1])
-        U, width = torch.empty_like(rows), max(1, BLOCK // (len(G) * G.shape[-2]))
-        memory = G.new_empty(4 * rows[:, :width].numel())
-        for block, out in zip(rows.split(width, dim=-2), U.split(width, dim=-2), strict=True):
-            rho, K_rho, K_pi, spare = memory[: 4 * block.numel()].view(4, *block.shape).unbind()
-            arrays = out, rho, block, K_rho, K_pi, spare
-            sample_cg(K, block, damping, self.iterations, (-1,), noise, arrays)
+        groups, samples, outputs = G.shape
+        U, width = G.new_empty(groups, outputs, samples), max(FEWEST_ROWS, BLOCK // (groups * samples))
+        memory = G.new_empty(5 * U[:, :width].numel())
+        for columns, out in zip(G.split(width, dim=-1), U.split(width, dim=-2), strict=True):
+            rho, pi, K_rho, K_pi, spare = memory[: 5 * out.numel()].view(5, *out.shape).unbind()
+            arrays = out, rho, pi, K_rho, K_pi, spare
+            sample_cg(K, pi.copy_(columns.mT), damping, self.iterations, (-1,), noise, arrays)
         return U.mT
 
     def features(self, S: Tensor, B: Tensor, damping: float) -> Solution:
@@ -196,13 +198,14 @@ def sample_cg(
     rho = pi
     K_pi = multiply(pi, for_K_pi)
     squared = dot(rho, K_pi, sums, spare)
-    U = torch.zeros_like(pi) if for_U is None else for_U.zero_()
     for step in range(1, iterations + 1):
         image = torch.add(K_pi, pi, alpha=damping, out=for_K_rho)
         length = quotient(squared, dot(K_pi, image, sums, spare), 1 / damping)
         if step == 1:
             length = length.clamp(max=1 / damping).maximum(shortest)
-        U.addcmul_(length, pi)
+            U = torch.mul(length, pi, out=for_U)
+        else:
+            U.addcmul_(length, pi)
         if step == iterations:
             break
         rho = torch.addcmul(rho, length, image, value=-1, out=for_rho)

@@ -27,6 +27,7 @@ class Exact(Solver):
     """
 
     spaces: ClassVar[tuple[str, ...]] = (SAMPLE, FEATURE)
+    linear: ClassVar[bool] = True
 
     def flops(self, sizes: Sizes, space: str) -> float:
         """A Cholesky factor (`size³/3`) and two triangular solves (`2·size²·outputs`) for each group."""

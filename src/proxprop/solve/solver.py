@@ -54,6 +54,9 @@ class Solver(ABC):
 
     spaces: ClassVar[tuple[str, ...]]
 
+    linear: ClassVar[bool] = False
+    """Whether what is left of a solve is a product with one symmetric matrix, whatever the right-hand side."""
+
     @abstractmethod
     def flops(self, sizes: Sizes, space: str) -> float:
         """FLOPs of the solve in `space`, once K or S is there."""

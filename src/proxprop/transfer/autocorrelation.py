@@ -23,6 +23,9 @@ from torch import Tensor
 GEOMETRIES = 256
 """Of how many convolutions the constants stay on a device: a copy in every backward pass would make the host wait."""
 
+SHORT_TRANSFORM = 40
+"""Longest transform that products with its matrix make faster, on a CPU, than a fast one and a change of its layout."""
+
 
 @dataclass(frozen=True)
 class Walk:
@@ -98,7 +101,7 @@ def gram(x: Tensor, walks: list[Walk]) -> Tensor:
         S `[groups, channels·kernel, channels·kernel]`.
     """
     groups, channels = x.shape[1:3]
-    S = _products(x, walks, ())
+    S = _products(x.transpose(0, 1), walks, ())
     for axis, walk in enumerate(walks):
         S = torch.movedim(torch.tensordot(_taps(walk, x.dtype, x.device), S, ([1], [1 + axis])), 0, 1 + axis)
     taps = [size for walk in walks for size in (walk.kernel, walk.kernel)]
@@ -121,7 +124,7 @@ def _products(x: Tensor, walks: list[Walk], at_edge: tuple[bool, ...]) -> Tensor
     """All products that S is made of.
 
     Args:
-        x: the input.
+        x: the input `[groups, batch, channels, *space]`.
         walks: one a spatial dimension.
         at_edge: for each dimension so far, whether the products are those of its first and last entries, which
             S takes off, or those of all its entries; the other dimensions are still to be chosen.
@@ -138,7 +141,7 @@ def _products(x: Tensor, walks: list[Walk], at_edge: tuple[bool, ...]) -> Tensor
     for axis in edges:  # both sides at once, as groups
         walk = walks[axis]
         sides = [x.narrow(3 + axis, start, walk.border) for start in (0, walk.size - walk.border)]
-        x = torch.cat(sides, dim=1)
+        x = torch.cat(sides)
     # Entries at an edge are told apart, like channels; along the other dimensions only lags matter.
     x = x.permute(0, 1, *(3 + axis for axis in edges), 2, *(3 + axis for axis in whole))
     found = _correlations(x.flatten(2, 2 + len(edges)), [walks[axis] for axis in whole])
@@ -169,24 +172,17 @@ def _correlations(x: Tensor, walks: list[Walk]) -> Tensor:
     """`Σ_b Σ_u x[b, c, u]·x[b, c', u + lag]` for all lags between taps.
 
     Args:
-        x: `[batch, groups, channels, *space]`.
+        x: `[groups, batch, channels, *space]`.
         walks: one for each dimension of space; none leaves a plain product over the batch.
 
     Returns:
         `[groups, *lags, channels, channels]`.
     """
-    batch, groups, channels = x.shape[:3]
+    groups, batch, channels = x.shape[:3]
     if not walks:
-        rows = x.permute(1, 2, 0)
-        return rows @ rows.mT
-    lengths, half = _lengths(walks)
-    spectrum = torch.fft.rfftn(x, s=lengths, dim=list(range(3, x.dim())))
-    # [groups, frequency, channels, (real | imaginary) · batch]
-    stacked = (
-        torch.view_as_real(spectrum.flatten(3))
-        .permute(1, 3, 2, 4, 0)
-        .reshape(groups, prod(half), channels, -1)
-    )
+        return x.mT @ x
+    by_products = x.device.type == "cpu" and max(_lengths(walks)[0]) <= SHORT_TRANSFORM
+    stacked = _multiplied(x, walks) if by_products else _transformed(x, walks)
     even = stacked @ stacked.mT
     cross = stacked[..., :batch] @ stacked[..., batch:].mT
     odd = cross - cross.mT
@@ -195,18 +191,60 @@ def _correlations(x: Tensor, walks: list[Walk]) -> Tensor:
     return found.reshape(groups, *(2 * w.kernel - 1 for w in walks), channels, channels)
 
 
+def _transformed(x: Tensor, walks: list[Walk]) -> Tensor:
+    """The spectrum `[groups, frequencies (last dimension first), channels, (real | imaginary)·batch]`."""
+    lengths, half = _lengths(walks)
+    dimensions = range(3, x.dim())
+    spectrum = torch.view_as_real(torch.fft.rfftn(x, s=lengths, dim=list(dimensions)))
+    stacked = spectrum.permute(0, *reversed(dimensions), 2, -1, 1)
+    return stacked.reshape(len(x), prod(half), x.shape[2], -1)
+
+
+def _multiplied(x: Tensor, walks: list[Walk]) -> Tensor:
+    """The same by products with cosines and sines: each turns its result into the layout that the next one needs."""
+    groups, batch, channels = x.shape[:3]
+    last, *others = reversed(walks)
+    entries = x.permute(0, *range(3, x.dim()), 1, 2).reshape(-1, last.size, batch * channels)
+    waves = _waves(last, x.dtype, x.device)[
+        : last.transform + 2, : last.size
+    ]  # x is real: half the frequencies
+    found = torch.bmm(waves.expand(len(entries), -1, -1), entries)
+    for walk in others:
+        # [groups and dimensions to come, entry, frequency, real or imaginary, batch and channels]
+        split = found.unflatten(1, (-1, 2)).unflatten(0, (-1, walk.size))
+        real, imaginary = (part.transpose(1, 2).flatten(0, 1) for part in split.unbind(3))
+        waves = _waves(walk, x.dtype, x.device).expand(len(real), -1, -1)
+        found = torch.bmm(waves[..., : walk.size], real).baddbmm_(waves[..., walk.size :], imaginary)
+        found = found.view(len(split), -1, batch * channels)
+    return found.view(groups, -1, 2 * batch, channels).mT
+
+
+@lru_cache(maxsize=GEOMETRIES)
+def _waves(walk: Walk, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A Fourier transform `[frequency · (real | imaginary), (real | imaginary) · entry]`."""
+    turns = (
+        torch.arange(walk.transform)[:, None] * torch.arange(walk.size, dtype=torch.float64) / walk.transform
+    )
+    cosine, sine = (2 * pi * turns).cos(), (2 * pi * turns).sin()
+    parts = torch.cat([cosine, sine], dim=1), torch.cat([-sine, cosine], dim=1)
+    return torch.stack(parts, dim=1).flatten(0, 1).to(device, dtype)
+
+
 @lru_cache(maxsize=GEOMETRIES)
 def _inverse(walks: tuple[Walk, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the inverse transform at the lags `[lags, frequencies]`, both halves of it counted."""
+    """Cosines and sines of the inverse transform at the lags `[lags, frequencies]`, both halves of it counted.
+
+    The frequencies of the last dimension come first.
+    """
     lengths, half = _lengths(walks)
     angle = torch.zeros(1, 1, dtype=torch.float64)
     for walk, length, frequencies in zip(walks, lengths, half, strict=True):
         turns = walk.lags()[:, None] * torch.arange(frequencies, dtype=torch.float64) / length
-        total = angle[:, None, :, None] + 2 * pi * turns[None, :, None, :]
+        total = angle[:, None, None, :] + 2 * pi * turns[None, :, :, None]
         angle = total.reshape(total.shape[0] * total.shape[1], -1)
     twice = torch.full((half[-1],), 2.0, dtype=torch.float64)
     twice[0] = twice[-1] = 1.0
-    weight = twice.repeat(prod(half[:-1])) / prod(lengths)
+    weight = twice.repeat_interleave(prod(half[:-1])) / prod(lengths)
     return (angle.cos() * weight).to(device, dtype), (angle.sin() * weight).to(device, dtype)
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxprop.solve import Sizes
+from proxprop.solve import Ready, Sizes
 from proxprop.solve.products import transposed_product
 from proxprop.transfer.affine import Affine
 from proxprop.transfer.transfer import OWN_PRICE_ON_A_GPU, Parameters
@@ -73,6 +73,30 @@ class LinearTransfer(Affine):
             weight = transposed_product(*pair)
         dtype = torch.float32 if G.dtype == torch.bfloat16 else G.dtype
         return weight, G.sum(0, dtype=dtype) if self.bias else None
+
+    def is_narrow(self) -> bool:
+        """Whether the input has fewer columns than G, on a CPU."""
+        inputs = self.sizes.features - self.bias
+        return self.input.device.type == "cpu" and 0 < inputs < self.sizes.outputs
+
+    def direction(self, ready: Ready, G: Tensor, factor: float) -> tuple[Parameters, Tensor | None]:
+        """`((λI + K)⁻¹A)ᵀG`: the inverse is symmetric, so it may act on A instead of G, where that is less work.
+
+        Args:
+            ready: the product with the inverse.
+            G: gradient at the layer's output.
+            factor: of the direction.
+
+        Returns:
+            The direction, and where it is a substitute, as in `Solution`.
+        """
+        X, failed = ready(self.rows()).times(factor)
+        G = G.reshape(-1, G.shape[-1])
+        weight = transposed_product(*((X[0], G) if self.transposed else (G, X[0])))
+        if not self.bias:
+            return (weight, None), failed
+        ones, _ = ready(X.new_ones(*X.shape[:-1], 1)).times(factor)
+        return (weight, (ones[0].mT @ G)[0]), failed
 
     def _columns(self, weight: Tensor) -> Tensor:
         return weight[None] if self.transposed else super()._columns(weight)
