@@ -205,9 +205,8 @@ def _multiplied(x: Tensor, walks: list[Walk]) -> Tensor:
     groups, batch, channels = x.shape[:3]
     last, *others = reversed(walks)
     entries = x.permute(0, *range(3, x.dim()), 1, 2).reshape(-1, last.size, batch * channels)
-    waves = _waves(last, x.dtype, x.device)[
-        : last.transform + 2, : last.size
-    ]  # x is real: half the frequencies
+    half = last.transform + 2  # of the frequencies, for x is real
+    waves = _waves(last, x.dtype, x.device)[:half, : last.size]
     found = torch.bmm(waves.expand(len(entries), -1, -1), entries)
     for walk in others:
         # [groups and dimensions to come, entry, frequency, real or imaginary, batch and channels]
