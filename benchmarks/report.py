@@ -6,6 +6,7 @@ python benchmarks/report.py > docs/performance.md
 import json
 from pathlib import Path
 
+from networks import NETWORKS
 from tables import table
 
 ROOT = Path(__file__).parents[1]
@@ -39,12 +40,12 @@ beside the batch, or narrow beside it, are cheap, and layers where batch, inputs
 On a GPU in float32 the products of a proximal step run on tensor cores, each number split into parts so that nothing
 of float32's accuracy is lost beyond a few times its rounding, while BackProp's run on float32 units as torch leaves
 them. Part of the low ratios is that: the weight gradient's product, which a proximal step needs as well, takes half
-the time.
+the time. In TF32, too, that product is faster here than in BackProp, because a solve leaves its result in the layout
+that tensor cores like.
 """
 
 MEMORY = """Memory is the peak of an eager step for cg3, beside BackProp's. It leaves out what cuBLAS keeps for every
-stream that is used, also for the four on which systems are solved beside the backward pass; only the first method of a
-record has it counted in.
+stream that is used, also for the four on which systems are solved beside the backward pass.
 """
 
 GROWTH = """## How it grows
@@ -64,21 +65,23 @@ one that a pinned space beats by 1.3 times, below 0.77; how far the chosen space
 
 LIMITS = """## Where it falls short, and what limits it
 
-- **GPU in TF32, the MLP**: BackProp's whole step takes {step:.2f} ms there. Conjugate gradients read and write four
-  arrays between two products, {iteration:.0f} µs an iteration with its product and for all layers; kernels that hold
-  blocks of columns over all iterations are next. An exact step waits for 500 pivots, one after the other, and although
-  layers do so at the same time, the many small programs of a factorisation fill the registers of the multiprocessors
-  that BackProp's products want.
-- **GPU in bf16**: the same, and stronger. A convolution's inputs are copied to float32.
-- **GPU, the MLP at batch 5000**: bound by FLOPs; half of S would do, for which cuBLAS has no call in parts. Its memory
-  is over 1.25 times BackProp's, because inputs and gradients of two layers that are solved aside are held until the
-  end.
-- **GPU, exact with thousands of features** (ResNet-18, the GPT-2 block): cuSOLVER's Cholesky factor and triangular
-  solves run in float32 whatever the precision of the rest.
+- **GPU memory, the MLP at batch 500**: a little over 1.25 times BackProp's in float32. At the peak there are the parts
+  of two factors of a weight's product, and inputs and gradients of layers that are solved aside. Since that record
+  ({commit}) a solution is freed before the product it is taken into, and ten iterations take half of a wide layer's
+  outputs at a time; both are meant for this and have not been measured.
+- **GPU in TF32, the MLP**: BackProp's whole step takes {step:.2f} ms there. An iteration takes {iteration:.0f} µs for
+  all layers, much of it for four arrays that are read and written between two products. An exact step waits for 500
+  pivots, one after the other, though layers do so at the same time.
+- **GPU in bf16**: the same, and stronger. A convolution's inputs are copied to float32. Since that record
+  weight products of the MLP are laid out in another way, which has not been measured.
+- **GPU, the MLP at batch 5000**: bound by FLOPs; half of S would do, for which cuBLAS has no call in parts.
+- **GPU, exact with thousands of features** (ResNet-18, the GPT-2 block): much of a solve by blocks waits for pivots, a
+  diagonal block after the other, which could be factorised while the rest is still being updated.
 - **GPU, convolutions at batch 50**: bound by launches, most of them for a Gram matrix.
-- **CPU, multilayer perceptron**: the FLOPs alone come to nearly all that was aimed at; a few per cent on top are the
-  arrays that conjugate gradients read and write between two products.
-- **CPU, convolutions at batch 50**: bound by calls of the transforms behind a Gram matrix.
+- **CPU, multilayer perceptron**: BackProp needs no gradient for the first layer's input, so that FLOPs alone come to
+  what was aimed at; on top are the arrays that conjugate gradients read and write between two products.
+- **CPU, convolutions**: most of the extra time is S, and of that products with narrow matrices of cosines; at batch 50
+  it is bound by calls.
 - **Eager GPU steps** are bound by the host, which takes longer to launch a kernel of ours than one of torch's. Capture
   the step in a CUDA graph, or take S from one step in ten ([running.md](running.md)).
 - **The cost model counts FLOPs**, by three prices on a GPU; not launches or bytes.
@@ -112,6 +115,8 @@ def main() -> None:
         record = json.loads((BENCH / f"{name}.json").read_text())
         print(environment(record))
         print(spaces(record["rows"]))
+        if missing := not_reached(record):
+            print(missing)
     print(LIMITS.format(**in_tf32()), end="")
 
 
@@ -136,15 +141,19 @@ def steps(rows: list[dict], precision: str) -> str:
     return table([precision, "BackProp, ms", *methods, "FLOPs predict for cg3", "memory, cg3"], lines)
 
 
-def in_tf32() -> dict[str, float]:
-    """Milliseconds of BackProp's step of the MLP, and microseconds of an iteration."""
-    rows = json.loads((BENCH / "h200.json").read_text())["rows"]
+def in_tf32() -> dict[str, object]:
+    """Milliseconds of BackProp's step of the MLP, microseconds of an iteration, and the record's commit."""
+    record = json.loads((BENCH / "h200.json").read_text())
     took = {
         row["method"]: row["milliseconds"]
-        for row in rows
+        for row in record["rows"]
         if (row["network"], row["precision"]) == ("mlp-500", "tf32")
     }
-    return {"step": took["backprop"], "iteration": 1e3 * (took["cg10"] - took["cg3"]) / 7}
+    return {
+        "step": took["backprop"],
+        "iteration": 1e3 * (took["cg10"] - took["cg3"]) / 7,
+        "commit": f"commit `{record['environment']['commit'][:12]}`",
+    }
 
 
 def over_the_limit() -> str:
@@ -155,19 +164,31 @@ def over_the_limit() -> str:
         for row in json.loads((BENCH / f"{name}.json").read_text())["rows"]
         if row["method"] in ("cg1", "cg3", "cg10", "exact") and row["memory"] > MOST_MEMORY
     ]
-    return f"Over {MOST_MEMORY} times BackProp's memory: {', '.join(found)}.\n"
+    return f"Over {MOST_MEMORY} times BackProp's memory: {', '.join(found) or 'none'}.\n"
 
 
 def spaces(rows: list[dict]) -> str:
-    """A row a network and solver: the chosen space's ratio to BackProp, and pinned ones' to that."""
+    """A row a network, precision and solver: the chosen space's ratio to BackProp, and pinned ones' to that."""
     names, lines = ["sample", "feature", "matrix_free"], []
-    for network in dict.fromkeys(row["network"] for row in rows):
-        of = {row["method"]: row["ratio"] for row in rows if row["network"] == network}
+    for network, precision in dict.fromkeys((row["network"], row["precision"]) for row in rows):
+        of = {
+            row["method"]: row["ratio"]
+            for row in rows
+            if (row["network"], row["precision"]) == (network, precision)
+        }
         for solver in dict.fromkeys(method.split("/")[0] for method in of if "/" in method):
             pinned = [of.get(f"{solver}/{name}") for name in names]
             shown = [f"{ratio / of[solver]:.2f}" if ratio else "–" for ratio in pinned]
-            lines.append([f"{network}, {solver}", f"{of[solver]:.2f}", *shown])
-    return table(["network, solver", "chosen, beside BackProp", *names], lines)
+            lines.append([f"{network}, {precision}, {solver}", f"{of[solver]:.2f}", *shown])
+    return table(["network, precision, solver", "chosen, beside BackProp", *names], lines)
+
+
+def not_reached(record: dict) -> str:
+    """Networks that the command names but that the time did not suffice for."""
+    words = record["command"].split()
+    named = [word for word in words[words.index("--networks") + 1 :] if word in NETWORKS]
+    missing = [name for name in named if name not in {row["network"] for row in record["rows"]}]
+    return f"Not reached before the run was ended: {', '.join(missing)}.\n" if missing else ""
 
 
 def goals(rows: list[dict], machine: str) -> str:

@@ -39,7 +39,7 @@ def test_kernel_under_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "24 passed, 4 skipped" in result.stdout, result.stdout
+    assert "26 passed, 4 skipped" in result.stdout, result.stdout
 
 
 def problem(groups: int, samples: int, features: int, outputs: int, seed: int) -> tuple[torch.Tensor, ...]:
@@ -106,6 +106,19 @@ def test_kernel_lets_non_finite_columns_through_and_keeps_the_others(value: floa
     U = fused.sample_cg(K, G, 1.0, 3, parts=3)
     assert not bool(U[..., 1].isfinite().all())
     assert bool(U[..., [0, 2, 3]].isfinite().all())
+
+
+@inside
+@pytest.mark.parametrize(("parts", "rounding"), [(1, 1e-3), (3, 1e-6)])
+def test_outputs_in_blocks_are_solved_as_all_at_once(parts: int, rounding: float, monkeypatch) -> None:
+    from proxprop.kernels import sample_cg as fused
+
+    _, K, G, _ = problem(2, 6, 9, 11, seed=0)
+    whole = fused.sample_cg(K, G, 0.7, 4, parts)
+    monkeypatch.setattr(fused, "MOST_KEPT", 2**13)
+    with mock.patch.object(fused, "_solve", wraps=fused._solve) as solve:
+        assert relative_error(fused.sample_cg(K, G, 0.7, 4, parts), whole) < rounding
+    assert solve.call_count > 1
 
 
 @inside

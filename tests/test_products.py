@@ -7,6 +7,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cases import relative_error
+from proxprop import CG
+from proxprop.backward import solve
+from proxprop.settings import Settings
 from proxprop.solve import products
 from proxprop.solve.products import (
     BLOCK,
@@ -83,8 +86,35 @@ def test_a_factor_that_the_caller_does_not_keep_is_freed_before_its_product(monk
         freed.append(storages[0].expired())
         return left.float().mT @ right.float()
 
-    found = products.in_parts(product, made(), None, flops=0.0)
+    found = products.in_parts(product, [made()], flops=0.0)
     assert torch.equal(found, torch.full((8, 8), 5.0))
+    assert freed == [True]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_solution_in_sample_space_is_freed_before_the_weights_product(
+    transposed: bool, monkeypatch
+) -> None:
+    split = pytest.importorskip("proxprop.kernels.split")
+    monkeypatch.setattr(split, "parts", plain_parts)
+    monkeypatch.setattr(products, "_parts_pay", lambda *_: True)
+    storages, freed = [], []
+
+    class Watched(CG):
+        def samples(self, K, G, damping):
+            solution = super().samples(K, G, damping)
+            storages.append(StorageWeakRef(solution.value.untyped_storage()))
+            return solution
+
+    def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        freed.extend(storage.expired() for storage in storages)
+        return left.float() @ right.float()
+
+    monkeypatch.setattr(products, "multiply", multiply)
+    left, right = factors()
+    shape = torch.Size([40, 50] if transposed else [50, 40])
+    transfer = LinearTransfer(left, right.shape, shape, bias=True, transposed=transposed)
+    solve(transfer, right, Settings(Watched(), space="sample"))
     assert freed == [True]
 
 

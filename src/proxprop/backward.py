@@ -196,7 +196,9 @@ def solve(transfer: Transfer, G: Tensor, settings: Settings, ready: Ready | None
             parameters, failed = transfer.direction(ready, G, factor)
             return Direction(parameters, chosen, failed)
         U, failed = ready(transfer.to_samples(G)).times(factor)
-        return Direction(transfer.gradient(transfer.from_samples(U)), chosen, failed)
+        given = [transfer.from_samples(U)]
+        del U  # so that what it is given to can free it
+        return Direction(transfer.gradient(given.pop()), chosen, failed)
     B = transfer.to_features(transfer.gradient(G))
     if chosen.space == FEATURE:
         found = (ready or prepare(transfer, settings, FEATURE))(B)

@@ -27,6 +27,9 @@ NUMBERS = 1024
 TURNED_NUMBERS = 8192
 """Numbers of G that a program of 8 warps turns."""
 
+MOST_KEPT = 2**26
+"""Most bytes of residuals and their parts: there are as many outputs in a block."""
+
 
 @triton.jit
 def _hand_over(rho, side, RHO, PARTS_OF_RHO, UNSCALE, output, sample, padded, outputs, PARTS: tl.constexpr):
@@ -49,7 +52,7 @@ def _slot(step, PARTS: tl.constexpr):
 
 @triton.jit
 def _begin(
-    G, DIAGONAL, RHO, PARTS_OF_RHO, UNSCALE, SCALE, samples, padded, outputs,
+    G, DIAGONAL, RHO, PARTS_OF_RHO, UNSCALE, SCALE, stride, samples, padded, outputs,
     PARTS: tl.constexpr, SAMPLES: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """Turn G, scale each output, and hand it over as the first residual."""
@@ -57,10 +60,8 @@ def _begin(
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     sample = tl.arange(0, SAMPLES)
     inside = (sample < samples)[:, None] & (output < outputs)[None, :]
-    rho = tl.load(
-        G + group * samples * outputs + sample[:, None] * outputs + output[None, :], mask=inside, other=0.0
-    )
-    rho = tl.trans(rho)
+    at = (group * samples + sample[:, None]) * stride + output[None, :]
+    rho = tl.trans(tl.load(G + at, mask=inside, other=0.0))
     scale = power(tl.max(tl.abs(rho), axis=1))
     tl.store(SCALE + group * outputs + output, scale, mask=output < outputs)
     side = power(tl.sqrt(tl.load(DIAGONAL + group * samples + sample, mask=sample < samples, other=1.0)))
@@ -161,15 +162,36 @@ def sample_cg(K: Tensor, G: Tensor, damping: float, iterations: int, parts: int)
     groups, samples, outputs = G.shape
     padded = halves.up(samples, halves.INNER)
     parts_of_K, diagonal = halves.split(K, padded, parts)
+    kept, residuals = _arrays(iterations, parts)
+    blocks = triton.cdiv(groups * outputs * padded * (2 * parts * kept + 4 * residuals), MOST_KEPT)
+    found = [
+        _solve(parts_of_K, diagonal, some, damping, iterations, parts)
+        for some in G.split(triton.cdiv(outputs, blocks), dim=-1)
+    ]
+    U = found[0] if len(found) == 1 else torch.cat(found, dim=1)
+    return U[..., :samples].mT
+
+
+def _arrays(iterations: int, parts: int) -> tuple[int, int]:
+    """Of how many residuals parts are kept, and how many residuals themselves."""
+    return (iterations, 2) if parts == 1 else (1, iterations)
+
+
+def _solve(
+    parts_of_K: Tensor, diagonal: Tensor, G: Tensor, damping: float, iterations: int, parts: int
+) -> Tensor:
+    """U with outputs as rows, padded, for a block of outputs."""
+    groups, samples, outputs = G.shape
+    padded = parts_of_K.shape[1]
     length = triton.next_power_of_2(padded)
-    kept, residuals = (iterations, 2) if parts == 1 else (1, iterations)
-    parts_of_rho = K.new_empty(kept, groups, outputs, parts * padded, dtype=torch.float16)
-    rho = K.new_empty(residuals, groups, outputs, padded)
-    lengths, ratio, unscale = (K.new_empty(iterations, groups, outputs) for _ in range(3))
-    squared, scale = (K.new_empty(groups, outputs) for _ in range(2))
+    kept, residuals = _arrays(iterations, parts)
+    parts_of_rho = G.new_empty(kept, groups, outputs, parts * padded, dtype=torch.float16)
+    rho = G.new_empty(residuals, groups, outputs, padded)
+    lengths, ratio, unscale = (G.new_empty(iterations, groups, outputs) for _ in range(3))
+    squared, scale = (G.new_empty(groups, outputs) for _ in range(2))
     turned, rows = max(1, TURNED_NUMBERS // length), max(1, NUMBERS // length)
     _begin[(triton.cdiv(outputs, turned), groups)](
-        G, diagonal, rho, parts_of_rho, unscale, scale, samples, padded, outputs,
+        G, diagonal, rho, parts_of_rho, unscale, scale, G.stride(1), samples, padded, outputs,
         PARTS=parts, SAMPLES=length, OUTPUTS=turned, num_warps=8,
     )  # fmt: skip
     for step in range(iterations):
@@ -180,4 +202,4 @@ def sample_cg(K: Tensor, G: Tensor, damping: float, iterations: int, parts: int)
             FIRST=step == 0, LAST=step == iterations - 1,
             PARTS=parts, SAMPLES=length, OUTPUTS=rows, num_warps=4,
         )  # fmt: skip
-    return K_rho[..., :samples].mT  # U has taken its place
+    return K_rho  # U has taken its place

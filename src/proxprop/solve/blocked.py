@@ -9,13 +9,16 @@ are subtracted from M must not make it indefinite. `proxprop.solve.exact.by_fact
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from proxprop.solve.factor import inverse_factor
-from proxprop.solve.products import precise_product
+from proxprop.solve.products import transposed_product
 from proxprop.solve.solver import Ready, Solution
+
+_product = partial(transposed_product, precise=True)
 
 BLOCK = 512
 """Most rows of a block."""
@@ -47,8 +50,8 @@ def by_blocks(M: Tensor, damping: float, outputs: int) -> Ready:
         corners.append(corner[0])
         failures.append(failed)
         if end < len(left):
-            beside.append(precise_product(corner[0].mT, left[start:end, end:]))
-            left[end:, end:] -= precise_product(beside[-1])
+            beside.append(_product(corner[0].mT, left[start:end, end:]))
+            left[end:, end:] -= _product(beside[-1])
     failed = torch.stack(failures).any(0)
 
     def solve(B: Tensor) -> Solution:
@@ -64,11 +67,11 @@ def _sweeps(corners: Sequence[Tensor], beside: Sequence[Tensor], right: Tensor) 
     """`(RᵀR)⁻¹·right`, in its place, given `L⁻¹` of diagonal blocks and what of R is beside them."""
     blocks = right.split(len(corners[0]))
     for k, corner in enumerate(corners):
-        blocks[k].copy_(precise_product(corner.mT, blocks[k]))
+        blocks[k].copy_(_product(corner.mT, blocks[k]))
         if k < len(beside):
-            right[(k + 1) * len(corner) :] -= precise_product(beside[k], blocks[k])
+            right[(k + 1) * len(corner) :] -= _product(beside[k], blocks[k])
     for k, corner in reversed(list(enumerate(corners))):
         if k < len(beside):
-            blocks[k].sub_(precise_product(beside[k].mT, right[(k + 1) * len(corner) :]))
-        blocks[k].copy_(precise_product(corner, blocks[k]))
+            blocks[k].sub_(_product(beside[k].mT, right[(k + 1) * len(corner) :]))
+        blocks[k].copy_(_product(corner, blocks[k]))
     return right

@@ -43,16 +43,18 @@ FAST_BFLOAT16 = ((8, 0), (9, 0), (10, 0), (10, 3))
 """Compute capabilities with at least fifteen times as many FLOPs in bfloat16 as in float32."""
 
 
-def transposed_product(left: Tensor, right: Tensor | None = None) -> Tensor:
-    """`leftᵀ·right [m, n]` for left `[rows, m]` and right `[rows, n]` or left; in float32 where one is bfloat16."""
-    flops = 2.0 * left.numel() * (left if right is None else right).shape[1]
-    return in_parts(lambda a, b: multiply(a.mT, b), left, right, flops)
+def transposed_product(left: Tensor, right: Tensor | None = None, precise: bool = False) -> Tensor:
+    """`leftᵀ·right [m, n]` for left `[rows, m]` and right `[rows, n]` or left; in float32 where one is bfloat16.
 
-
-def precise_product(left: Tensor, right: Tensor | None = None) -> Tensor:
-    """`transposed_product`, as accurate as float32's even where the caller allows TF32."""
-    flops = 2.0 * left.numel() * (left if right is None else right).shape[1]
-    return in_parts(lambda a, b: multiply(a.mT, b), left, right, flops, precise=True)
+    Args:
+        left: first factor, freed before the product where the caller does not keep it and it is taken in parts.
+        right: second factor, likewise.
+        precise: whether TF32 is not enough, even where the caller allows it.
+    """
+    factors = [left] if right is None else [left, right]
+    del left, right
+    flops = 2.0 * factors[0].numel() * factors[-1].shape[1]
+    return in_parts(lambda a, b: multiply(a.mT, b), factors, flops, precise)
 
 
 def square(A: Tensor) -> Tensor:
@@ -106,30 +108,25 @@ def _half(left: Tensor) -> Tensor:
 
 
 def in_parts(
-    product: Callable[[Tensor, Tensor], Tensor],
-    left: Tensor,
-    right: Tensor | None,
-    flops: float,
-    precise: bool = False,
+    product: Callable[[Tensor, Tensor], Tensor], factors: list[Tensor], flops: float, precise: bool = False
 ) -> Tensor:
     """A product that sums over the rows of its factors, taken over parts where that is faster.
 
     Args:
-        product: of left and right, or of as many rows of parts above one another.
-        left: `[rows, m]`.
-        right: `[rows, n]`, or None for left: then they share parts.
+        product: of two factors, or of as many rows of parts above one another.
+        factors: `[rows, m]` and `[rows, n]`, or one that is both: then they share parts. The list is emptied, so that
+            what nobody else keeps is freed before the product of its last piece.
         flops: of the product.
         precise: whether TF32 is not enough, even where the caller allows it.
     """
-    factors = [left] if right is None else [left, right]
     if not _parts_pay(factors[0], factors[-1], flops, precise):
-        dtype = torch.promote_types(left.dtype, torch.float32)
+        dtype = torch.promote_types(factors[0].dtype, torch.float32)
         factors = [factor.to(dtype) for factor in factors]
         return product(factors[0], factors[-1])
     if all(factor.dtype == torch.bfloat16 for factor in factors):
         return product(factors[0], factors[-1])
     pieces = list(zip(*(factor.split(LONGEST_SUM) for factor in factors), strict=True))
-    del left, right, factors  # what the caller does not keep is freed before the product of its last piece
+    factors.clear()
     total: Tensor | None = None
     while pieces:
         summand = product(*_stacked(*pieces.pop(0)))

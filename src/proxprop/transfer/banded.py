@@ -79,8 +79,7 @@ def gram(x: Tensor, height: Axis, width: Axis) -> Tensor:
         blocks = [_block(some, right, height, width, numbers) for some in left.split(at_once, dim=1)]
         return torch.cat(blocks).reshape(channels * lags * width.kernel, -1)
 
-    # The rows are given away without a name, so that `in_parts` can let go of them.
-    S = in_parts(product, _rows(x, lags), right=None, flops=flops(height, width, batch, channels))
+    S = in_parts(product, [_rows(x, lags)], flops(height, width, batch, channels))
     return torch.where(_upper(channels, lags, width.kernel, x.device), S, S.mT)
 
 

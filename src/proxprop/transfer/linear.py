@@ -65,14 +65,15 @@ class LinearTransfer(Affine):
         return functional.linear(self.input.to(weight.dtype), weight, bias).view(self.output_shape)
 
     def gradient(self, G: Tensor) -> Parameters:
-        """`GᵀX` and the column sums of G."""
+        """`GᵀX` and the column sums of G, which is freed before that product where the caller does not keep it."""
         G = G.reshape(-1, G.shape[-1])
-        weight = None
-        if self.weight_shape is not None:
-            pair = (self.input, G) if self.transposed else (G, self.input)
-            weight = transposed_product(*pair)
         dtype = torch.float32 if G.dtype == torch.bfloat16 else G.dtype
-        return weight, G.sum(0, dtype=dtype) if self.bias else None
+        bias = G.sum(0, dtype=dtype) if self.bias else None
+        if self.weight_shape is None:
+            return None, bias
+        factors = [self.input, G] if self.transposed else [G, self.input]
+        del G
+        return transposed_product(factors.pop(0), factors.pop()), bias
 
     def is_narrow(self) -> bool:
         """Whether the input has fewer columns than G, on a CPU."""
