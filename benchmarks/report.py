@@ -66,9 +66,9 @@ one that a pinned space beats by 1.3 times, below 0.77; how far the chosen space
 LIMITS = """## Where it falls short, and what limits it
 
 - **GPU memory, the MLP at batch 500**: a little over 1.25 times BackProp's in float32. At the peak there are the parts
-  of two factors of a weight's product, and inputs and gradients of layers that are solved aside. Since that record
-  ({commit}) a solution is freed before the product it is taken into, and ten iterations take half of a wide layer's
-  outputs at a time; both are meant for this and have not been measured.
+  of two factors of a weight's product, and inputs and gradients of layers that are solved aside. Since that record,
+  of {commit}, a solution is freed before the product it is taken into, and ten iterations take half of
+  a wide layer's outputs at a time; both are meant for this and have not been measured.
 - **GPU in TF32, the MLP**: BackProp's whole step takes {step:.2f} ms there. An iteration takes {iteration:.0f} µs for
   all layers, much of it for four arrays that are read and written between two products. An exact step waits for 500
   pivots, one after the other, though layers do so at the same time.

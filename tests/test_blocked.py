@@ -64,6 +64,15 @@ def test_blocks_take_what_is_not_finite_like_one_factor(place: int, value: float
     assert found.failed.tolist() == twin.failed.tolist() == [False]
 
 
+def test_a_failure_does_not_hide_what_is_not_finite() -> None:
+    M, B = system(200, 7)
+    M[0, 3, 3], M[0, 199, 199] = -50.0, float("inf")
+    found, twin = by_blocks(M, 1.0, 7)(B), by_factor(factorize(M.clone(), 1.0), 7)(B)
+    assert bool(found.value.isnan().all())
+    assert bool(twin.value.isnan().all())
+    assert found.failed.tolist() == twin.failed.tolist() == [False]
+
+
 def test_a_gpu_takes_blocks_for_one_large_system() -> None:
     M, B = system(200, 7)
     right = Exact().features(M.clone(), B, damping=1.0)

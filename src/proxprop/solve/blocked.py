@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from proxprop.solve.factor import inverse_factor
+from proxprop.solve.factor import inverse_factor, upper_bound
 from proxprop.solve.products import transposed_product
 from proxprop.solve.solver import Ready, Solution
 
@@ -38,7 +38,7 @@ def by_blocks(M: Tensor, damping: float, outputs: int) -> Ready:
     size = M.shape[-1]
     count = -(-size // BLOCK)
     rows = -(-size // (count * UNIT)) * UNIT
-    bound = M.diagonal(dim1=-2, dim2=-1).sum() + damping
+    bound = upper_bound(M, damping)
     left = M.new_zeros(count * rows, count * rows)
     left[:size, :size] = M[0]
     left.diagonal().add_(damping)
@@ -52,13 +52,13 @@ def by_blocks(M: Tensor, damping: float, outputs: int) -> Ready:
         if end < len(left):
             beside.append(_product(corner[0].mT, left[start:end, end:]))
             left[end:, end:] -= _product(beside[-1])
-    failed = torch.stack(failures).any(0)
+    broken = torch.stack(failures).any(0)
 
     def solve(B: Tensor) -> Solution:
         right = B.new_zeros(count * rows, -(-outputs // UNIT) * UNIT)
         right[:size, :outputs] = B[0]
         found = _sweeps(corners, beside, right)[None, :size, :outputs]
-        return Solution(torch.where(failed, B / bound, found), failed)
+        return Solution(torch.where(broken, B / bound, found), broken & bound.isfinite())
 
     return solve
 
@@ -70,8 +70,8 @@ def _sweeps(corners: Sequence[Tensor], beside: Sequence[Tensor], right: Tensor) 
         blocks[k].copy_(_product(corner.mT, blocks[k]))
         if k < len(beside):
             right[(k + 1) * len(corner) :] -= _product(beside[k], blocks[k])
-    for k, corner in reversed(list(enumerate(corners))):
+    for k in reversed(range(len(corners))):
         if k < len(beside):
-            blocks[k].sub_(_product(beside[k].mT, right[(k + 1) * len(corner) :]))
-        blocks[k].copy_(_product(corner, blocks[k]))
+            blocks[k].sub_(_product(beside[k].mT, right[(k + 1) * len(corners[k]) :]))
+        blocks[k].copy_(_product(corners[k], blocks[k]))
     return right

@@ -23,7 +23,7 @@ class Factor:
     Attributes:
         L: lower Cholesky factor `[groups, size, size]`; the identity where `info` is not zero.
         info: LAPACK's, `[groups]`; not zero where `λI + M` was not positive definite in this precision.
-        bound: `λ + trace M`, no smaller than the largest eigenvalue, `[groups]`; NaN where M overflowed.
+        bound: `upper_bound`, `[groups]`.
     """
 
     L: Tensor
@@ -31,12 +31,16 @@ class Factor:
     bound: Tensor
 
 
+def upper_bound(M: Tensor, damping: float) -> Tensor:
+    """`λ + trace M`, no smaller than the largest eigenvalue, `[groups]`; NaN where M overflowed."""
+    bound = M.diagonal(dim1=-2, dim2=-1).sum(-1).add_(damping)
+    return bound.masked_fill_(bound == torch.inf, torch.nan)  # because `B / inf` would hide it
+
+
 def factorize(M: Tensor, damping: float) -> Factor:
     """Factorise `λI + M` for positive semidefinite M `[groups, size, size]`, which is overwritten."""
-    diagonal = M.diagonal(dim1=-2, dim2=-1)
-    bound = diagonal.sum(-1).add_(damping)
-    bound.masked_fill_(bound == torch.inf, torch.nan)  # because `B / inf` would hide it
-    diagonal.add_(damping)
+    bound = upper_bound(M, damping)
+    M.diagonal(dim1=-2, dim2=-1).add_(damping)
     L, info = torch.linalg.cholesky_ex(M)
     identity = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
     L = torch.where(info.view(-1, 1, 1).logical_not(), L, identity)  # its inverse must not meet a zero pivot
