@@ -60,7 +60,8 @@ It does not pay where batch, inputs and outputs are alike and products are fast:
 SPACES = """## Whether the plan chooses well
 
 Every space that does not take over five times the FLOPs, pinned, as a ratio to the chosen one. A wrong choice would be
-one that a pinned space beats by 1.3 times, below 0.77; how far the chosen space pinned is from 1 is noise.
+one that a pinned space beats by 1.3 times, below 0.77; how far the chosen space pinned is from 1 is noise, and which
+method it ran after.
 """
 
 LIMITS = """## Where it falls short, and what limits it
