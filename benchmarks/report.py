@@ -118,7 +118,7 @@ def main() -> None:
         print(spaces(record["rows"]))
         if missing := not_reached(record):
             print(missing)
-    print(LIMITS.format(**in_tf32()), end="")
+    print(LIMITS.format(**numbers_of_limits()), end="")
 
 
 def environment(record: dict) -> str:
@@ -142,7 +142,7 @@ def steps(rows: list[dict], precision: str) -> str:
     return table([precision, "BackProp, ms", *methods, "FLOPs predict for cg3", "memory, cg3"], lines)
 
 
-def in_tf32() -> dict[str, object]:
+def numbers_of_limits() -> dict[str, object]:
     """Milliseconds of BackProp's step of the MLP, microseconds of an iteration, and the record's commit."""
     record = json.loads((BENCH / "h200.json").read_text())
     took = {

@@ -33,16 +33,15 @@ def system(size: int, outputs: int, seed: int = 0) -> tuple[torch.Tensor, torch.
     seed=st.integers(0, 2**31),
 )
 def test_blocks_equal_one_factor(size: int, outputs: int, tau_theta: float, seed: int) -> None:
-    with mock.patch.object(blocked, "BLOCK", 64):
-        M, B = system(size, outputs, seed)
-        before = M.clone(), B.clone()
-        found = by_blocks(M, 1 / tau_theta, outputs)(B)
-        assert torch.equal(M, before[0])
-        assert torch.equal(B, before[1])
-        twin = by_factor(factorize(M.clone(), 1 / tau_theta), outputs)(B)
-        assert found.value.shape == B.shape
-        assert relative_error(found.value, twin.value) < 1e-7
-        assert not bool(found.failed.any())
+    M, B = system(size, outputs, seed)
+    before = M.clone(), B.clone()
+    found = by_blocks(M, 1 / tau_theta, outputs)(B)
+    assert torch.equal(M, before[0])
+    assert torch.equal(B, before[1])
+    twin = by_factor(factorize(M.clone(), 1 / tau_theta), outputs)(B)
+    assert found.value.shape == B.shape
+    assert relative_error(found.value, twin.value) < 1e-7
+    assert not bool(found.failed.any())
 
 
 @pytest.mark.parametrize("place", [3, 70, 199])
@@ -77,7 +76,7 @@ def test_a_gpu_takes_blocks_for_one_large_system() -> None:
     M, B = system(200, 7)
     right = Exact().features(M.clone(), B, damping=1.0)
     with (
-        mock.patch("proxprop.solve.exact.has_parts", return_value=True),
+        mock.patch("proxprop.solve.blocked.has_parts", return_value=True),
         mock.patch("proxprop.solve.exact.by_blocks", wraps=by_blocks) as taken,
     ):
         found = Exact().features(M.clone(), B, damping=1.0)
@@ -90,7 +89,7 @@ def test_a_gpu_inverts_one_large_matrix_by_blocks() -> None:
     M, _ = system(200, 7)
     right, _ = Inverse.of(Form(M.clone(), 0.5, 1.5))
     with (
-        mock.patch("proxprop.deferred.operator.has_parts", return_value=True),
+        mock.patch("proxprop.solve.blocked.has_parts", return_value=True),
         mock.patch("proxprop.deferred.operator.by_blocks", wraps=by_blocks) as taken,
     ):
         found, failed = Inverse.of(Form(M.clone(), 0.5, 1.5))

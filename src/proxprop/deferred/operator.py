@@ -9,9 +9,8 @@ from torch import Tensor
 
 from proxprop.settings import Settings
 from proxprop.solve import Exact, Solution, Solver
-from proxprop.solve.blocked import by_blocks
+from proxprop.solve.blocked import by_blocks, goes_by_blocks
 from proxprop.solve.factor import ELIMINATED_ROWS, eliminates, factorize, inverse
-from proxprop.solve.products import has_parts
 
 
 class Operator(Protocol):
@@ -117,7 +116,7 @@ class Inverse:
         if eliminates(form.M):
             return cls.by_elimination(form)
         eye = torch.eye(form.M.shape[-1], dtype=form.M.dtype, device=form.M.device)
-        if len(form.M) == 1 and has_parts(form.M):
+        if goes_by_blocks(form.M):
             found, failed = by_blocks(form.M, form.damping, len(eye))(eye[None]).times(form.factor)
             assert failed is not None
             return cls(found), failed

@@ -17,6 +17,7 @@ from proxprop.deferred.equation import Block, Equation
 from proxprop.deferred.operator import Inverse, Operator
 from proxprop.deferred.step import direct
 from proxprop.distributed import mesh_of
+from proxprop.kernels import up
 from proxprop.transfer import Affine, BilinearTransfer, ConvTransfer, LinearTransfer, NormTransfer
 from proxprop.transfer.affine import ALIGNED
 
@@ -157,8 +158,8 @@ def _chunks(members: Sequence[tuple[Equation, Inverse]]) -> Iterable[Sequence[tu
 def _moved_together(operators: Sequence[Inverse]) -> Tensor:
     """All inverses in one tensor, which the operators then keep parts of; rows begin where a GPU likes them to."""
     groups, features, _ = operators[0].kept.shape
-    aligned = -(-features // ALIGNED) * ALIGNED
-    P = operators[0].kept.new_empty(len(operators) * groups, features, aligned)[..., :features]
+    stride = up(features, ALIGNED)
+    P = operators[0].kept.new_empty(len(operators) * groups, features, stride)[..., :features]
     for operator, part in zip(operators, P.split(groups), strict=True):
         operator.kept = part.copy_(operator.kept)
     return P

@@ -59,6 +59,11 @@ def on_its_device(launching: Launching[Arguments, Result]) -> Launching[Argument
     return launch
 
 
+def up(size: int, unit: int) -> int:
+    """The least multiple of unit that is not less than size."""
+    return -(-size // unit) * unit
+
+
 def with_rows(M: Tensor) -> Tensor:
     """M `[groups, size, size]`, copied unless its rows are contiguous and evenly apart."""
     even = len(M) == 1 or M.stride(0) == M.shape[1] * M.stride(1)

@@ -174,15 +174,6 @@ def inverse_factor(M: Tensor, damping: float) -> tuple[Tensor, Tensor]:
             FIRST=step == 0, BLOCK=BLOCK, num_warps=1,
         )  # fmt: skip
     _mend[(groups,)](
-        inverse,
-        least,
-        M,
-        failed,
-        size,
-        M.stride(1),
-        steps,
-        padded,
-        damping,
-        SIZE=triton.next_power_of_2(padded),
-    )
+        inverse, least, M, failed, size, M.stride(1), steps, padded, damping, SIZE=triton.next_power_of_2(padded)
+    )  # fmt: skip
     return inverse, failed

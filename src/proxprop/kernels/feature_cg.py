@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proxprop.kernels import halves, on_its_device
+from proxprop.kernels import halves, on_its_device, up
 from proxprop.kernels.halves import power, store_parts, unscaled
 
 WHOLE = 1024
@@ -245,7 +245,7 @@ def _solve(
     """`feature_cg` for a block of outputs."""
     B = B.contiguous()
     groups, features, outputs = B.shape
-    padded, wide = halves.up(features, halves.INNER), halves.up(outputs, halves.WIDE)
+    padded, wide = up(features, halves.INNER), up(outputs, halves.WIDE)
     whole = padded <= WHOLE
     columns = 4 if outputs < 256 else 8 if whole or outputs < 2048 else 16
     rows = triton.next_power_of_2(padded) if whole else ROWS

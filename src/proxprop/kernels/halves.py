@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proxprop.kernels import with_rows
+from proxprop.kernels import up, with_rows
 
 INNER = 64
 """The inner dimension is padded with zeros to a multiple of this; in feature space, columns to one of `WIDE`."""
@@ -89,8 +89,3 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     if left.is_cuda:
         return torch.bmm(left, right, out_dtype=torch.float32)
     return torch.bmm(left.float(), right.float())  # under Triton's interpreter
-
-
-def up(size: int, unit: int) -> int:
-    """The least multiple of unit that is not less than size."""
-    return -(-size // unit) * unit

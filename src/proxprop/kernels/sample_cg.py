@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proxprop.kernels import halves, on_its_device
+from proxprop.kernels import halves, on_its_device, up
 from proxprop.kernels.halves import power, store_parts, unscaled
 
 NUMBERS = 1024
@@ -160,7 +160,7 @@ def sample_cg(K: Tensor, G: Tensor, damping: float, iterations: int, parts: int)
     """
     G = G.contiguous()
     groups, samples, outputs = G.shape
-    padded = halves.up(samples, halves.INNER)
+    padded = up(samples, halves.INNER)
     parts_of_K, diagonal = halves.split(K, padded, parts)
     kept, residuals = _arrays(iterations, parts)
     blocks = triton.cdiv(groups * outputs * padded * (2 * parts * kept + 4 * residuals), MOST_KEPT)

@@ -10,7 +10,6 @@ from proxprop.kernels import on_its_device
 NUMBERS = 1024
 """Numbers that a program splits."""
 
-
 ALIGNED = 8
 """Lines of parts begin at multiples of this many numbers."""
 

@@ -14,8 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from proxprop.kernels import up
 from proxprop.solve.factor import inverse_factor, upper_bound
-from proxprop.solve.products import transposed_product
+from proxprop.solve.products import has_parts, transposed_product
 from proxprop.solve.solver import Ready, Solution
 
 _product = partial(transposed_product, precise=True)
@@ -25,6 +26,11 @@ BLOCK = 512
 
 UNIT = 32
 """Blocks have a multiple of so many rows, as tensor cores want it."""
+
+
+def goes_by_blocks(M: Tensor) -> bool:
+    """Whether a GPU solves systems with M, too large to be eliminated, in this way."""
+    return len(M) == 1 and has_parts(M)
 
 
 def by_blocks(M: Tensor, damping: float, outputs: int) -> Ready:
@@ -37,7 +43,7 @@ def by_blocks(M: Tensor, damping: float, outputs: int) -> Ready:
     """
     size = M.shape[-1]
     count = -(-size // BLOCK)
-    rows = -(-size // (count * UNIT)) * UNIT
+    rows = up(size, count * UNIT) // count
     bound = upper_bound(M, damping)
     left = M.new_zeros(count * rows, count * rows)
     left[:size, :size] = M[0]
@@ -55,7 +61,7 @@ def by_blocks(M: Tensor, damping: float, outputs: int) -> Ready:
     broken = torch.stack(failures).any(0)
 
     def solve(B: Tensor) -> Solution:
-        right = B.new_zeros(count * rows, -(-outputs // UNIT) * UNIT)
+        right = B.new_zeros(count * rows, up(outputs, UNIT))
         right[:size, :outputs] = B[0]
         found = _sweeps(corners, beside, right)[None, :size, :outputs]
         return Solution(torch.where(broken, B / bound, found), broken & bound.isfinite())

@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from proxprop.solve.blocked import by_blocks
+from proxprop.solve.blocked import by_blocks, goes_by_blocks
 from proxprop.solve.factor import Factor, eliminates, factorize, inverse
-from proxprop.solve.products import has_parts, transposed_product
+from proxprop.solve.products import transposed_product
 from proxprop.solve.solver import FEATURE, SAMPLE, Ready, Sizes, Solution, Solver
 
 
@@ -56,7 +56,7 @@ def prepared(M: Tensor, damping: float, outputs: int) -> Ready:
     """Return `B -> (λI + M)⁻¹B` for B with so many columns; M is overwritten."""
     if eliminates(M):
         return by_elimination(M, damping, outputs)
-    if len(M) == 1 and has_parts(M):
+    if goes_by_blocks(M):
         return by_blocks(M, damping, outputs)
     return by_factor(factorize(M, damping), outputs)
 

@@ -168,7 +168,7 @@ def _parts_pay(left: Tensor, right: Tensor, flops: float, precise: bool) -> bool
     worthwhile = precise if kernels.tf32_allowed() else flops >= LEAST_FLOPS
     if left.shape[1] % 8 or right.shape[1] % 8 or not worthwhile:
         return False
-    return has_parts(left) and has_parts(right)
+    return has_parts(left) and kernels.take(right)
 
 
 def has_parts(factor: Tensor) -> bool:

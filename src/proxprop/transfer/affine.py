@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from proxprop.kernels import up
 from proxprop.solve.products import square, transposed_square
 from proxprop.transfer.transfer import Parameters, Transfer
 
@@ -98,8 +99,7 @@ class Affine(Transfer):
     def _border(self, S: Tensor, sums: Tensor) -> Tensor:
         """S of the input rows, with the row and column that the ones add."""
         groups, samples, features, _ = self.sizes
-        aligned = -(-features // ALIGNED) * ALIGNED
-        bordered = S.new_full((groups, features, aligned), float(samples))[..., :features]
+        bordered = S.new_full((groups, features, up(features, ALIGNED)), float(samples))[..., :features]
         bordered[:, :-1, :-1] = S
         bordered[:, :-1, -1] = sums
         bordered[:, -1, :-1] = sums

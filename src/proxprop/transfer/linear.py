@@ -71,9 +71,15 @@ class LinearTransfer(Affine):
         bias = G.sum(0, dtype=dtype) if self.bias else None
         if self.weight_shape is None:
             return None, bias
-        factors = [self.input, G] if self.transposed else [G, self.input]
+        given = [G]
         del G
-        return transposed_product(factors.pop(0), factors.pop()), bias
+        return self._weight_product(self.input, given.pop()), bias
+
+    def _weight_product(self, X: Tensor, G: Tensor) -> Tensor:
+        """`GᵀX` in the weight's layout; a factor that the caller does not keep is freed before the product."""
+        factors = [X, G] if self.transposed else [G, X]
+        del X, G
+        return transposed_product(factors.pop(0), factors.pop())
 
     def is_narrow(self) -> bool:
         """Whether the input has fewer columns than G, on a CPU."""
@@ -93,7 +99,7 @@ class LinearTransfer(Affine):
         """
         X, failed = ready(self.rows()).times(factor)
         G = G.reshape(-1, G.shape[-1])
-        weight = transposed_product(*((X[0], G) if self.transposed else (G, X[0])))
+        weight = self._weight_product(X[0], G)
         if not self.bias:
             return (weight, None), failed
         ones, _ = ready(X.new_ones(*X.shape[:-1], 1)).times(factor)
