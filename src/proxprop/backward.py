@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from proxprop import kernels
 from proxprop.aside import Aside, Fork, join_last, wait
 from proxprop.settings import Settings
-from proxprop.solve import DIAGONAL, FEATURE, SAMPLE, Plan, Ready, plan
+from proxprop.solve import DIAGONAL, FEATURE, SAMPLE, Factored, Plan, Ready, plan
 from proxprop.solve.plan import remembered_plan
 from proxprop.transfer import Affine, LinearTransfer, Parameters, Transfer
 
@@ -192,9 +192,9 @@ def solve(transfer: Transfer, G: Tensor, settings: Settings, ready: Ready | None
         return Direction(transfer.divide(G, damping, factor), chosen, None)
     if chosen.space == SAMPLE:
         ready = ready or prepare(transfer, settings, SAMPLE)
-        if settings.solver.linear and isinstance(transfer, LinearTransfer) and transfer.is_narrow():
-            parameters, failed = transfer.direction(ready, G, factor)
-            return Direction(parameters, chosen, failed)
+        if isinstance(ready, Factored) and isinstance(transfer, LinearTransfer) and transfer.is_narrow():
+            parameters = transfer.direction(ready.left * factor, ready.right(transfer.to_samples(G)))
+            return Direction(parameters, chosen, ready.failed)
         U, failed = ready(transfer.to_samples(G)).times(factor)
         given = [transfer.from_samples(U)]
         del U  # so that what it is given to can free it

@@ -1,14 +1,16 @@
 """A few steps of the conjugate gradient method from zero, in any space, with the same iterates in each."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from proxprop import kernels
-from proxprop.solve.solver import FEATURE, MATRIX_FREE, SAMPLE, Sizes, Solution, Solver
+from proxprop.solve import spectral
+from proxprop.solve.solver import FEATURE, MATRIX_FREE, SAMPLE, Factored, Ready, Sizes, Solution, Solver
 
 TURNED_NUMBERS = 2**16
 """From so many numbers of G on, a CPU works on it with outputs as rows."""
@@ -18,9 +20,6 @@ BLOCK = 2**18
 
 FEWEST_ROWS = 512
 """That it does so for: with fewer, a product has to read K too often."""
-
-NEW_ARRAYS = (None,) * 6
-"""Take new ones."""
 
 FUSED_SAMPLES = 2048
 """Most samples of which the fused kernel holds whole columns."""
@@ -70,6 +69,10 @@ class CG(Solver):
         }
         return self.iterations * groups * product[space]
 
+    def prepared(self, space: str, M: Tensor, damping: float, outputs: int) -> Ready:
+        """Find the eigenbasis, where that pays."""
+        return self._in_eigenbasis(space, M, damping, outputs) or super().prepared(space, M, damping, outputs)
+
     def samples(self, K: Tensor, G: Tensor, damping: float) -> Solution:
         """Return U with `AᵀU` the iterate of `features`, from products with K alone."""
         few = G.shape[-2] <= FUSED_SAMPLES and self.iterations <= FUSED_ITERATIONS
@@ -77,26 +80,13 @@ class CG(Solver):
             from proxprop.kernels import sample_cg as fused
 
             return Solution(fused.sample_cg(K, G, damping, self.iterations, kernels.parts()))
-        noise = torch.finfo(K.dtype).eps * K.diagonal(dim1=-2, dim2=-1)
+        ready = self._in_eigenbasis(SAMPLE, K, damping, G.shape[-1])
+        if ready is not None:
+            return ready(G)
         many = self.per_output and G.numel() >= TURNED_NUMBERS
         if many and G.device.type == "cpu" and not is_transformed(G):
-            return Solution(self._by_rows(K, G, damping, noise))
-        return Solution(sample_cg(K, G, damping, self.iterations, self._sums, noise))
-
-    def _by_rows(self, K: Tensor, G: Tensor, damping: float, noise: Tensor) -> Tensor:
-        """With outputs as rows, a block of them at a time, in the same memory.
-
-        A product shares out its rows among a processor's cores just as all that follows does, so that each core finds
-        its numbers in its own cache, and none writes to what another has read.
-        """
-        groups, samples, outputs = G.shape
-        U, width = G.new_empty(groups, outputs, samples), max(FEWEST_ROWS, BLOCK // (groups * samples))
-        memory = G.new_empty(5 * U[:, :width].numel())
-        for columns, out in zip(G.split(width, dim=-1), U.split(width, dim=-2), strict=True):
-            rho, pi, K_rho, K_pi, spare = memory[: 5 * out.numel()].view(5, *out.shape).unbind()
-            arrays = out, rho, pi, K_rho, K_pi, spare
-            sample_cg(K, pi.copy_(columns.mT), damping, self.iterations, (-1,), noise, arrays)
-        return U.mT
+            return Solution(by_rows(K, G, damping, self.iterations))
+        return Solution(sample_cg(K, G, damping, self.iterations, self._sums, rounding(K)))
 
     def features(self, S: Tensor, B: Tensor, damping: float) -> Solution:
         """Return the iterate from products with S."""
@@ -104,14 +94,33 @@ class CG(Solver):
             from proxprop.kernels import feature_cg as fused
 
             return Solution(fused.feature_cg(S, B, damping, self.iterations, kernels.parts()))
-        if B.device.type == "cpu":  # outputs as rows, as in `_by_rows`
+        ready = self._in_eigenbasis(FEATURE, S, damping, B.shape[-1])
+        if ready is not None:
+            return ready(B)
+        if B.device.type == "cpu":  # outputs as rows, as in `by_rows`
             return self.matrix_free(lambda V: torch.bmm(V.mT, S).mT, B.mT.contiguous().mT, damping)
         return self.matrix_free(S.bmm, B, damping)
 
     def matrix_free(self, apply: Callable[[Tensor], Tensor], B: Tensor, damping: float) -> Solution:
         """Return the iterate from products `V -> AᵀAV`."""
         B, scale = normalize(B, self._sums)
-        return Solution(feature_cg(apply, B, damping, self.iterations, self._sums).mul_(scale))
+
+        def damped(V: Tensor) -> Tensor:
+            return apply(V).add(V, alpha=damping)
+
+        return Solution(feature_cg(damped, B, damping, self.iterations, self._sums).mul_(scale))
+
+    def _in_eigenbasis(self, space: str, M: Tensor, damping: float, outputs: int) -> Factored | None:
+        """What solves in the eigenbasis of K or S, on a CPU; None where that does not pay or there is none."""
+        pays = self.per_output and spectral.pays(M.shape[-1], self.iterations, outputs)
+        if not pays or M.device.type != "cpu" or is_transformed(M):
+            return None
+        basis = spectral.eigenbasis(M, space)
+        if basis is None:
+            return None
+        values, into, out_of = basis
+        diagonal = values.add_(damping).unsqueeze(-2)
+        return Factored(out_of, lambda B: on_diagonal(diagonal, B.mT @ into, damping, self.iterations).mT)
 
     @property
     def _sums(self) -> tuple[int, ...]:
@@ -119,33 +128,78 @@ class CG(Solver):
         return (-2,) if self.per_output else (-3, -2, -1)
 
 
+def by_rows(K: Tensor, G: Tensor, damping: float, iterations: int) -> Tensor:
+    """`sample_cg` with outputs as rows, a block of them at a time, in the same memory.
+
+    A product shares out its rows among a processor's cores just as all that follows does, so that each core finds
+    its numbers in its own cache, and none writes to what another has read.
+    """
+    U, noise = G.new_empty(G.mT.shape), rounding(K)
+    for columns, (out, *memory) in zip(G.split(block(U), dim=-1), blocks(U, arrays=5), strict=True):
+        rho, pi, K_rho, K_pi, spare = memory
+        arrays = out, rho, pi, K_rho, K_pi, spare
+        sample_cg(K, pi.copy_(columns.mT), damping, iterations, (-1,), noise, arrays)
+    return U.mT
+
+
+def on_diagonal(diagonal: Tensor, B: Tensor, damping: float, iterations: int) -> Tensor:
+    """`feature_cg` on a diagonal matrix, with outputs as rows; D is written over B."""
+    if is_transformed(B):
+        normal, scale = normalize(B, (-1,))
+        return feature_cg(diagonal.mul, normal, damping, iterations, (-1,)).mul_(scale)
+    for rows, residual, search, image, spare in blocks(B, arrays=4):
+        _, scale = normalize(rows, (-1,), spare, search)
+        apply, arrays = partial(torch.mul, diagonal, out=image), (rows, residual, search, spare)
+        feature_cg(apply, search, damping, iterations, (-1,), arrays).mul_(scale)
+    return B
+
+
+def blocks(X: Tensor, arrays: int) -> Iterator[tuple[Tensor, ...]]:
+    """Blocks of the rows of X `[groups, outputs, size]`, each with so many arrays to work in, always the same ones."""
+    memory = X.new_empty(arrays * X[:, : block(X)].numel())
+    for rows in X.split(block(X), dim=-2):
+        yield rows, *memory[: arrays * rows.numel()].view(arrays, *rows.shape).unbind()
+
+
+def block(X: Tensor) -> int:
+    """How many rows of X a processor works on at a time."""
+    groups, _, size = X.shape
+    return max(FEWEST_ROWS, BLOCK // (groups * size))
+
+
 def feature_cg(
-    apply: Callable[[Tensor], Tensor], B: Tensor, damping: float, iterations: int, sums: tuple[int, ...]
+    apply: Callable[[Tensor], Tensor],
+    B: Tensor,
+    damping: float,
+    iterations: int,
+    sums: tuple[int, ...],
+    arrays: Sequence[Tensor | None] = (None,) * 4,
 ) -> Tensor:
     """Textbook conjugate gradients on `(λI + AᵀA) D = B` from `D = 0`.
 
     Args:
-        apply: the product `V -> AᵀAV`.
+        apply: the product `V -> (λI + AᵀA)V`.
         B: right-hand side `[groups, features, outputs]`.
         damping: λ.
         iterations: how many steps.
         sums: the dimensions an inner product sums over.
+        arrays: memory to work in, of B's shape each; the third may be B.
 
     Returns:
-        D `[groups, features, outputs]`.
+        D `[groups, features, outputs]`, in the first of the arrays.
     """
+    for_D, for_residual, for_search, spare = arrays
     residual, search = B, B
-    squared = dot(residual, residual, sums)
-    D = torch.zeros_like(B)
-    for step in range(1, iterations + 1):
-        image = apply(search).add(search, alpha=damping)
-        length = quotient(squared, dot(search, image, sums), 1 / damping)
+    squared, image = dot(residual, residual, sums, spare), apply(search)
+    length = quotient(squared, dot(search, image, sums, spare), 1 / damping)
+    D = torch.mul(length, search, out=for_D)
+    for _ in range(1, iterations):
+        residual = torch.addcmul(residual, length, image, value=-1, out=for_residual)
+        before, squared = squared, dot(residual, residual, sums, spare)
+        search = torch.addcmul(residual, quotient(squared, before, 0.0), search, out=for_search)
+        image = apply(search)
+        length = quotient(squared, dot(search, image, sums, spare), 1 / damping)
         D.addcmul_(length, search)
-        if step == iterations:
-            break
-        residual = torch.addcmul(residual, length, image, value=-1)
-        before, squared = squared, dot(residual, residual, sums)
-        search = torch.addcmul(residual, quotient(squared, before, 0.0), search)
     return D
 
 
@@ -156,7 +210,7 @@ def sample_cg(
     iterations: int,
     sums: tuple[int, ...],
     noise: Tensor,
-    arrays: Sequence[Tensor | None] = NEW_ARRAYS,
+    arrays: Sequence[Tensor | None] = (None,) * 6,
 ) -> Tensor:
     """The recurrence of `feature_cg` on coefficients: residual `r = Aᵀρ`, search `p = Aᵀπ`, `D = AᵀU`.
 
@@ -198,25 +252,28 @@ def sample_cg(
     rho = pi
     K_pi = multiply(pi, for_K_pi)
     squared = dot(rho, K_pi, sums, spare)
-    for step in range(1, iterations + 1):
+    curvature = dot(K_pi, K_pi, sums, spare).add_(squared, alpha=damping)
+    length = quotient(squared, curvature, 1 / damping).clamp_(max=1 / damping).maximum(shortest)
+    U = torch.mul(length * scale, pi, out=for_U)
+    for _ in range(1, iterations):
         image = torch.add(K_pi, pi, alpha=damping, out=for_K_rho)
-        length = quotient(squared, dot(K_pi, image, sums, spare), 1 / damping)
-        if step == 1:
-            length = length.clamp(max=1 / damping).maximum(shortest)
-            U = torch.mul(length, pi, out=for_U)
-        else:
-            U.addcmul_(length, pi)
-        if step == iterations:
-            break
         rho = torch.addcmul(rho, length, image, value=-1, out=for_rho)
         K_rho = multiply(rho, for_K_rho)
         before, squared = squared, dot(rho, K_rho, sums, spare)
-        rounding = torch.mul(rho, rho, out=spare).mul_(noise).sum(sums, keepdim=True)
-        squared.masked_fill_(squared <= rounding, 0.0)
+        least = torch.mul(rho, rho, out=spare).mul_(noise).sum(sums, keepdim=True)
+        squared.masked_fill_(squared <= least, 0.0)
         ratio = quotient(squared, before, 0.0)
         pi = torch.addcmul(rho, ratio, pi, out=for_pi)
         K_pi = torch.addcmul(K_rho, ratio, K_pi, out=for_K_pi)
-    return U.mul_(scale)
+        curvature = dot(K_pi, K_pi, sums, spare).add_(dot(K_pi, pi, sums, spare), alpha=damping)
+        length = quotient(squared, curvature, 1 / damping)
+        U.addcmul_(length * scale, pi)
+    return U
+
+
+def rounding(K: Tensor) -> Tensor:
+    """Of K's diagonal, `[groups, samples]`."""
+    return torch.finfo(K.dtype).eps * K.diagonal(dim1=-2, dim2=-1)
 
 
 def is_transformed(tensor: Tensor) -> bool:

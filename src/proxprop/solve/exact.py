@@ -1,7 +1,6 @@
 """The exact solution, by one Cholesky factorisation in sample or feature space."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from proxprop.solve.blocked import by_blocks, goes_by_blocks
 from proxprop.solve.factor import Factor, eliminates, factorize, inverse
 from proxprop.solve.products import transposed_product
-from proxprop.solve.solver import FEATURE, SAMPLE, Ready, Sizes, Solution, Solver
+from proxprop.solve.solver import FEATURE, SAMPLE, Factored, Ready, Sizes, Solution, Solver
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,6 @@ class Exact(Solver):
     """
 
     spaces: ClassVar[tuple[str, ...]] = (SAMPLE, FEATURE)
-    linear: ClassVar[bool] = True
 
     def flops(self, sizes: Sizes, space: str) -> float:
         """A Cholesky factor (`size³/3`) and two triangular solves (`2·size²·outputs`) for each group."""
@@ -74,12 +72,12 @@ def by_factor(factor: Factor, outputs: int) -> Ready:
     The substitute is the gradient at a step that cannot overshoot: a descent direction that is linear in B
     and costs no synchronisation to choose. Non-finite entries of M or B make non-finite entries here.
     """
-    many = outputs >= factor.L.shape[-1]
-    multiply = inverse(factor.L).bmm if many else partial(_triangular_solves, factor.L)
     intact = factor.info.logical_not()
     divisor = factor.bound.masked_fill(intact, 1.0).view(-1, 1, 1)  # L is the identity elsewhere
     failed = (intact | factor.bound.isnan()).logical_not()
-    return lambda B: Solution(multiply(B).div_(divisor), failed)
+    if outputs >= factor.L.shape[-1]:
+        return Factored(inverse(factor.L).div_(divisor), right=lambda B: B, failed=failed)
+    return lambda B: Solution(_triangular_solves(factor.L, B).div_(divisor), failed)
 
 
 def by_elimination(M: Tensor, damping: float, outputs: int) -> Ready:

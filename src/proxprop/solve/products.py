@@ -37,7 +37,7 @@ LEAST_FOR_FLOAT16 = 1024
 """Samples and features from which on a copy in float16 pays where TF32 is allowed."""
 
 BLOCK = 128
-"""Rows of a symmetric product that a CPU computes at a time."""
+"""Columns of a symmetric product that a CPU computes at a time."""
 
 FAST_BFLOAT16 = ((8, 0), (9, 0), (10, 0), (10, 3))
 """Compute capabilities with at least fifteen times as many FLOPs in bfloat16 as in float32."""
@@ -97,13 +97,13 @@ def _half_pays(A: Tensor, size: int) -> bool:
 
 def _half(left: Tensor) -> Tensor:
     """`left·leftᵀ` by the blocks on and below its diagonal, which are then mirrored."""
-    right, size = left.mT, left.shape[-2]
+    size = left.shape[-2]
     product = left.new_empty(*left.shape[:-1], size)
     for start in range(0, size, BLOCK):
         end = start + BLOCK
-        rows = left[..., start:end, :] @ right[..., :end]
-        product[..., start:end, :end] = rows
-        product[..., :start, start:end] = rows[..., :start].mT
+        columns = left[..., start:, :] @ left[..., start:end, :].mT
+        product[..., start:, start:end] = columns
+        product[..., start:end, end:] = columns[..., BLOCK:, :].mT
     return product
 
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
@@ -46,6 +47,25 @@ Ready = Callable[[Tensor], Solution]
 """What is left of a solve once K or S is there: from a right-hand side to the solution."""
 
 
+@dataclass(frozen=True)
+class Factored:
+    """A `Ready` that ends in a product with one matrix, so that `D = AᵀU` may be had as `(leftᵀA)ᵀ·right(G)`.
+
+    Attributes:
+        left: `[groups, size, size]`, of the solution `left·right(B)`.
+        right: from a right-hand side to an array of its shape.
+        failed: as in `Solution`.
+    """
+
+    left: Tensor
+    right: Callable[[Tensor], Tensor]
+    failed: Tensor | None = None
+
+    def __call__(self, B: Tensor) -> Solution:
+        """The solution, with outputs as rows in memory, as a weight has them."""
+        return Solution((self.right(B).mT @ self.left.mT).mT, self.failed)
+
+
 class Solver(ABC):
     """A way to solve `(λI + AᵀA) D = AᵀG`. Subclass it to bring your own.
 
@@ -53,9 +73,6 @@ class Solver(ABC):
     """
 
     spaces: ClassVar[tuple[str, ...]]
-
-    linear: ClassVar[bool] = False
-    """Whether what is left of a solve is a product with one symmetric matrix, whatever the right-hand side."""
 
     @abstractmethod
     def flops(self, sizes: Sizes, space: str) -> float:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxprop.solve import Ready, Sizes
+from proxprop.solve import Sizes
 from proxprop.solve.products import transposed_product
 from proxprop.transfer.affine import Affine
 from proxprop.transfer.transfer import OWN_PRICE_ON_A_GPU, Parameters
@@ -82,28 +82,19 @@ class LinearTransfer(Affine):
         return transposed_product(factors.pop(0), factors.pop())
 
     def is_narrow(self) -> bool:
-        """Whether the input has fewer columns than G, on a CPU."""
+        """Whether a matrix of samples is multiplied by the input with less work than by G."""
         inputs = self.sizes.features - self.bias
-        return self.input.device.type == "cpu" and 0 < inputs < self.sizes.outputs
+        return not self.coarse and 0 < inputs < self.sizes.outputs
 
-    def direction(self, ready: Ready, G: Tensor, factor: float) -> tuple[Parameters, Tensor | None]:
-        """`((λI + K)⁻¹A)ᵀG`: the inverse is symmetric, so it may act on A instead of G, where that is less work.
+    def direction(self, left: Tensor, right: Tensor) -> Parameters:
+        """`Aᵀ·left·right` as `(leftᵀA)ᵀ·right`, for a narrow input.
 
         Args:
-            ready: the product with the inverse.
-            G: gradient at the layer's output.
-            factor: of the direction.
-
-        Returns:
-            The direction, and where it is a substitute, as in `Solution`.
+            left: `[1, samples, samples]`.
+            right: `[1, samples, outputs]`.
         """
-        X, failed = ready(self.rows()).times(factor)
-        G = G.reshape(-1, G.shape[-1])
-        weight = self._weight_product(X[0], G)
-        if not self.bias:
-            return (weight, None), failed
-        ones, _ = ready(X.new_ones(*X.shape[:-1], 1)).times(factor)
-        return (weight, (ones[0].mT @ G)[0]), failed
+        weight = self._weight_product(left[0].mT @ self.input, right[0])
+        return weight, left[0].sum(0) @ right[0] if self.bias else None
 
     def _columns(self, weight: Tensor) -> Tensor:
         return weight[None] if self.transposed else super()._columns(weight)

@@ -1,0 +1,130 @@
+"""Conjugate gradients in an eigenbasis take the steps that they take anywhere."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import proxprop
+from cases import relative_error
+from proxprop import CG
+from proxprop.solve import FEATURE, MATRIX_FREE, SAMPLE, Factored, spectral
+from test_spaces import problem, sizes, solve_in
+
+SPACES = pytest.mark.parametrize("space", [SAMPLE, FEATURE])
+
+
+@contextmanager
+def eigenbases(wanted: bool) -> Iterator[None]:
+    """Wherever they are possible, or nowhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spectral, "pays", lambda size, iterations, outputs: wanted)
+        yield
+
+
+def in_eigenbasis(space: str, iterations: int, A: Tensor, G: Tensor, damping: float = 1.0) -> Tensor:
+    """D, which is not to be had in another way."""
+    M, right = (A @ A.mT, G) if space == SAMPLE else (A.mT @ A, A.mT @ G)
+    with eigenbases(True):
+        ready = CG(iterations).prepared(space, M, damping, G.shape[-1])
+        assert isinstance(ready, Factored)
+        found = ready(right).value
+    return A.mT @ found if space == SAMPLE else found
+
+
+@SPACES
+@given(sizes=sizes, seed=st.integers(0, 2**31), k=st.integers(1, 10), log_damping=st.floats(-1, 3))
+def test_the_iterates_are_those_of_every_other_basis(space, sizes, seed, k, log_damping) -> None:
+    A, G = problem(sizes, seed)
+    expected = solve_in(MATRIX_FREE, CG(k), A, G, 10**log_damping)
+    assert relative_error(in_eigenbasis(space, k, A, G, 10**log_damping), expected) < 1e-8
+
+
+@SPACES
+@pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
+@pytest.mark.parametrize("rank", ["full", "equal rows", "zero rows", "more samples than features"])
+def test_float32_is_enough_whatever_the_rank_and_the_scale_of_the_gradient(space, rank, scale) -> None:
+    A, G = problem((2, 40, 5 if rank == "more samples than features" else 60, 3), seed=0, dtype=torch.float32)
+    if rank == "equal rows":
+        A = A[:, :1].sign().expand_as(A).contiguous()
+    elif rank == "zero rows":
+        A = torch.zeros_like(A)
+    G[..., 0] = 0.0
+    for iterations in (1, 3, 10, 50):
+        D = in_eigenbasis(space, iterations, A, scale * G) / scale
+        expected = solve_in(MATRIX_FREE, CG(iterations), A.double(), G.double(), 1.0)
+        rounding = torch.finfo(torch.float32).eps * A.norm() * G.norm()  # of AᵀU: U is at most G/λ
+        assert (D - expected).norm() <= 1e-4 * expected.norm() + rounding
+        assert not D[..., 0].any()
+
+
+@SPACES
+def test_a_gradient_is_not_overwritten(space) -> None:
+    A, G = problem((1, 6, 8, 9), seed=1)
+    given = G.clone()
+    in_eigenbasis(space, 4, A, G)
+    assert torch.equal(G, given)
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_rows_of_very_different_size_are_multiplied_instead(iterations: int) -> None:
+    """A large row that G does not touch: in the eigenbasis, the others would be within its rounding."""
+    A, G = problem((1, 64, 200, 10), seed=0, dtype=torch.float32)
+    A[:, 3] *= 1e4
+    G[:, 3] = 0.0
+    with eigenbases(True):
+        D = solve_in(SAMPLE, CG(iterations), A, G, damping=1.0)
+    expected = solve_in(MATRIX_FREE, CG(iterations), A.double(), G.double(), 1.0)
+    assert relative_error(D.double(), expected) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("diagonal", "level"),
+    [([1.0, 2.0, 0.0], True), ([0.0, 0.0], True), ([1.0, 1e-4], False), ([1.0, torch.nan], False)],
+)
+def test_rows_are_level_where_all_but_zeros_are_alike(diagonal: list[float], level: bool) -> None:
+    assert spectral.is_level(torch.tensor(diagonal).diag()[None]) == level
+
+
+@SPACES
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_so_and_raises_nothing(space, value) -> None:
+    A, G = problem((1, 6, 8, 9), seed=1, dtype=torch.float32)
+    A[0, 2, 3] = value
+    with eigenbases(True):
+        assert not solve_in(space, CG(4), A, G, damping=1.0).isfinite().all()
+    A, G = problem((1, 6, 8, 9), seed=1, dtype=torch.float32)
+    G[0, 2, 3] = value
+    spoilt = in_eigenbasis(space, 4, A, G).isfinite().logical_not().any(-2)[0]
+    assert spoilt.nonzero().flatten().tolist() == [3]  # that output alone
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_network_has_the_same_directions(bias: bool) -> None:
+    """Layers that widen and narrow, in sample and in feature space."""
+    torch.manual_seed(0)
+    x = torch.randn(20, 12, dtype=torch.float64)
+    widths = [12, 30, 8, 40, 5]
+    layers = [nn.Linear(n, m, bias) for n, m in pairwise(widths)]
+    directions = []
+    for wanted in (True, False):
+        model = proxprop.convert(nn.Sequential(*layers).double(), CG(4), tau_theta=3.0, include_last=True)
+        model.zero_grad()
+        with eigenbases(wanted):
+            model(x).square().sum().backward()
+        directions.append([parameter.grad.clone() for parameter in model.parameters()])
+        proxprop.revert(model)
+    for ours, theirs in zip(*directions, strict=True):
+        assert relative_error(ours, theirs) < 1e-10
+
+
+def test_eigenvectors_are_looked_for_where_they_are_fewer_products() -> None:
+    assert spectral.pays(size=500, iterations=10, outputs=1000)
+    assert spectral.pays(size=500, iterations=3, outputs=4000)
+    assert not spectral.pays(size=500, iterations=3, outputs=1000)
+    assert not spectral.pays(size=500, iterations=2, outputs=10**6)
