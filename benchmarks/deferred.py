@@ -85,7 +85,8 @@ def measure(network: Network, precision: str, options: argparse.Namespace) -> li
         for method, step in steps.items():
             times[method].append(seconds(step, options.device, STEPS) * 1e3)
     base, predicted = times["backprop"], dict.fromkeys(METHODS)  # no FLOP model of deferred steps
-    return [row(network.name, m, precision, times[m], base, predicted, memory) for m in METHODS]
+    ratios = {m: [one / other for one, other in zip(times[m], base, strict=True)] for m in METHODS}
+    return [row(network.name, m, precision, times[m], ratios[m], predicted, memory) for m in METHODS]
 
 
 def prepare(network: Network, method: str, device: str) -> tuple[nn.Module, Callable[[], None]]:

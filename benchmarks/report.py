@@ -44,7 +44,8 @@ the time. In TF32, too, that product is faster here than in BackProp, because a 
 that tensor cores like.
 """
 
-MEMORY = """Memory is the peak of an eager step for cg3, beside BackProp's. It leaves out what cuBLAS keeps for every
+MEMORY = """Memory is the peak of a step for cg3, beside BackProp's: of one that is not captured, but solves beside the
+backward pass as a captured one does; in the eager table, of an eager one. It leaves out what cuBLAS keeps for every
 stream that is used, also for the four on which systems are solved beside the backward pass.
 """
 
@@ -66,25 +67,26 @@ method it ran after.
 
 LIMITS = """## Where it falls short, and what limits it
 
-- **GPU memory, the MLP at batch 500**: a little over 1.25 times BackProp's in float32. At the peak there are the parts
-  of two factors of a weight's product, and inputs and gradients of layers that are solved aside. Since that record,
-  of {commit}, a solution is freed before the product it is taken into, and ten iterations take half of
-  a wide layer's outputs at a time; both are meant for this and have not been measured.
+- **GPU memory in bf16**: a convolution's inputs are copied to float32, those of several layers at a time where they are
+  solved beside the backward pass.
 - **GPU in TF32, the MLP**: BackProp's whole step takes {step:.2f} ms there. An iteration takes {iteration:.0f} µs for
   all layers, much of it for four arrays that are read and written between two products. An exact step waits for 500
   pivots, one after the other, though layers do so at the same time.
-- **GPU in bf16**: the same, and stronger. A convolution's inputs are copied to float32. Since that record
-  weight products of the MLP are laid out in another way, which has not been measured.
+- **GPU in bf16**: the same, and stronger: BackProp's products take half the time, a solve's do not.
 - **GPU, the MLP at batch 5000**: bound by FLOPs; half of S would do, for which cuBLAS has no call in parts.
 - **GPU, exact with thousands of features** (ResNet-18, the GPT-2 block): much of a solve by blocks waits for pivots, a
   diagonal block after the other, which could be factorised while the rest is still being updated.
 - **GPU, convolutions at batch 50**: bound by launches, most of them for a Gram matrix.
 - **CPU, multilayer perceptron**: BackProp needs no gradient for the first layer's input, so that FLOPs alone come to
-  what was aimed at; on top are the arrays that conjugate gradients read and write between two products.
+  what was aimed at for one iteration and for three; on top are the arrays that conjugate gradients read and write
+  between two products. Ten iterations are below what FLOPs predict, because many are taken in the eigenbasis of K; its
+  price, a few products, is what keeps three from gaining as much.
 - **CPU, convolutions**: most of the extra time is S, and of that products with narrow matrices of cosines; at batch 50
   it is bound by calls.
-- **Eager GPU steps** are bound by the host, which takes longer to launch a kernel of ours than one of torch's. Capture
-  the step in a CUDA graph, or take S from one step in ten ([running.md](running.md)).
+- **Eager GPU steps** are bound by the host, which has several dozen small kernels to launch for a layer, and for an
+  exact solve with thousands of features hundreds. `torch.cuda.make_graphed_callables(model, (x,))` is one line and
+  takes that away, as the tables above show; a step that can't be captured can take S from one step in ten
+  ([running.md](running.md)).
 - **The cost model counts FLOPs**, by three prices on a GPU; not launches or bytes.
 """
 
@@ -102,12 +104,14 @@ def main() -> None:
             print(goals(record["rows"], name))
     for name, title in (
         ("h200-bf16", "H200, bf16 autocast"),
+        ("h200-passes", "H200, both passes in graphs by one line, the optimizer eager"),
         ("h200-eager", "H200, eager, with the nearest relative"),
     ):
         record = json.loads((BENCH / f"{name}.json").read_text())
         print(f"## {title}\n")
         print(environment(record))
-        print(steps(record["rows"], record["rows"][0]["precision"]))
+        for precision in dict.fromkeys(row["precision"] for row in record["rows"]):
+            print(steps([row for row in record["rows"] if row["precision"] == precision], precision))
     print(MEMORY)
     print(over_the_limit())
     print(GROWTH)
@@ -143,7 +147,7 @@ def steps(rows: list[dict], precision: str) -> str:
 
 
 def numbers_of_limits() -> dict[str, object]:
-    """Milliseconds of BackProp's step of the MLP, microseconds of an iteration, and the record's commit."""
+    """Milliseconds of BackProp's step of the MLP, and microseconds of an iteration."""
     record = json.loads((BENCH / "h200.json").read_text())
     took = {
         row["method"]: row["milliseconds"]
@@ -153,7 +157,6 @@ def numbers_of_limits() -> dict[str, object]:
     return {
         "step": took["backprop"],
         "iteration": 1e3 * (took["cg10"] - took["cg3"]) / 7,
-        "commit": f"commit `{record['environment']['commit'][:12]}`",
     }
 
 

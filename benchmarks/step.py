@@ -5,9 +5,9 @@
     python benchmarks/step.py --spaces                         # also every space pinned, to check the plan
 
 A step is forward, backward and optimizer. On a GPU both sides are captured in CUDA graphs and timed with events;
-on a CPU with `torch.utils.benchmark`. Each round times every method once, so that a ratio compares neighbours in
-time; the median over rounds is printed with its quartiles. Needs torch alone; PYTHONPATH=src where proxprop is
-not installed.
+on a CPU with `torch.utils.benchmark`. Each round times every method once, and BackProp before and after it, so that a
+ratio compares neighbours in time; the median over rounds is printed with its quartiles. Needs torch alone;
+PYTHONPATH=src where proxprop is not installed.
 """
 
 import argparse
@@ -18,9 +18,11 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
+from unittest import mock
 
 import torch
 from networks import NETWORKS, Network
@@ -85,7 +87,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--spaces", action="store_true", help="also time every space pinned")
-    parser.add_argument("--eager", action="store_true", help="do not capture steps in CUDA graphs")
+    graphs = parser.add_mutually_exclusive_group()
+    graphs.add_argument("--eager", action="store_true", help="do not capture steps in CUDA graphs")
+    graphs.add_argument(
+        "--passes",
+        action="store_true",
+        help="capture the forward and the backward pass by torch.cuda.make_graphed_callables, not the optimizer",
+    )
     parser.add_argument("--out", type=Path, help="write the rows and the environment as JSON")
     return parser.parse_args()
 
@@ -102,38 +110,56 @@ def measure(network: Network, options: argparse.Namespace, precision: str) -> li
         name = f"{method}/{space}" if space else method
         try:
             others = held_memory(options.device)
-            model, step = prepare(network, method, space, options.device, precision)
-            predicted[name] = prediction(network, model, options.device)
+            model, step = prepare(network, method, space, options, precision)
+            predicted[name] = None if options.passes else prediction(network, model, options.device)
             if space and predicted[name] > HOPELESS * predicted[method]:
                 raise ValueError(
                     f"{predicted[name] / predicted[method]:.0f} times the FLOPs of the chosen space"
                 )
-            memory[name] = peak_memory(step, options.device, others)
-            steps[name] = step if options.eager or options.device == "cpu" else captured(step)
+            captures = options.device == "cuda" and not (options.eager or options.passes)
+            memory[name] = None if options.passes else peak_memory(step, options.device, others, captures)
+            steps[name] = captured(step) if captures else step
         except (RuntimeError, ImportError, ValueError) as error:
             print(f"{network.name} {name}: not timed: {str(error).splitlines()[0]}", file=sys.stderr)
+    times, ratios = timed(steps, options)
+    return [
+        row(network.name, name, precision, times[name], ratios[name], predicted, memory) for name in steps
+    ]
+
+
+def timed(
+    steps: dict[str, Callable], options: argparse.Namespace
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Milliseconds of every method in every round, and their ratios to the mean of BackProp's before and after."""
     times: dict[str, list[float]] = {name: [] for name in steps}
+    ratios: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(options.rounds):
-        for name, step in steps.items():
-            times[name].append(milliseconds(step, options.device))
-    base = times["backprop"]
-    return [row(network.name, name, precision, times[name], base, predicted, memory) for name in steps]
+        before = milliseconds(steps["backprop"], options.device)
+        times["backprop"].append(before)
+        ratios["backprop"].append(1.0)
+        for name in [name for name in steps if name != "backprop"]:
+            took = milliseconds(steps[name], options.device)
+            after = milliseconds(steps["backprop"], options.device)
+            times[name].append(took)
+            ratios[name].append(2 * took / (before + after))
+            before = after
+    return times, ratios
 
 
 def row(
-    network: str, name: str, precision: str, times: list[float], base: list[float], predicted, memory
+    network: str, name: str, precision: str, times: list[float], ratios: list[float], predicted, memory
 ) -> Row:
-    ratios = [t / b for t, b in zip(times, base, strict=True)]
     low, _, high = quantiles(ratios, n=4)
     share = memory[name] / memory["backprop"] if memory["backprop"] else None
     return Row(network, name, precision, median(times), median(ratios), low, high, predicted[name], share)
 
 
 def prepare(
-    network: Network, method: str, space: str | None, device: str, precision: str
+    network: Network, method: str, space: str | None, options: argparse.Namespace, precision: str
 ) -> tuple[nn.Module, Callable]:
     """A model and a function that takes one training step of it."""
     torch.manual_seed(0)
+    device = options.device
     model, x = network.model().to(device), network.input().to(device)
     if method in SOLVERS:
         proxprop.convert(model, SOLVERS[method], tau_theta=1.0, space=space)
@@ -142,12 +168,13 @@ def prepare(
     with torch.no_grad():
         y = network.target(model(x)).to(device)
     optimizers = make_optimizers(model, method if method in ("adam", "muon") else network.optimizer, device)
+    run = torch.cuda.make_graphed_callables(model, (x,)) if options.passes else model
 
     def step() -> None:
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device, dtype=torch.bfloat16, enabled=precision == "bf16"):
-            output = model(x)
+            output = run(x)
             loss = nn.functional.cross_entropy(output.flatten(0, -2), y.flatten())
         loss.backward()
         for optimizer in optimizers:
@@ -203,7 +230,8 @@ def milliseconds(step: Callable, device: str, least: float = 50.0) -> float:
     """Mean time of a step over enough of them to fill `least` milliseconds."""
     if device == "cpu":
         timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
-        return 1e3 * timer.timeit(max(1, int(least / max(1e-3, 1e3 * timer.timeit(1).mean)))).mean
+        once = 1e3 * timer.timeit(1).mean
+        return once if once > least else 1e3 * timer.timeit(int(least / max(1e-3, once))).mean
     step()
     once = _events(step, 1)
     return _events(step, max(3, int(least / max(once, 1e-3))))
@@ -224,7 +252,8 @@ def take_workspaces(device: str) -> None:
     if device == "cuda":
         layers = nn.Sequential(*(nn.Linear(64, 64, device=device) for _ in range(aside.STREAMS)))
         model = proxprop.convert(layers, CG(1), include_last=True)
-        model(torch.ones(8, 64, device=device)).sum().backward()
+        with mock.patch.object(aside, "is_captured", return_value=True):
+            model(torch.ones(8, 64, device=device)).sum().backward()
 
 
 def held_memory(device: str) -> int:
@@ -233,15 +262,20 @@ def held_memory(device: str) -> int:
     return torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
-def peak_memory(step: Callable, device: str, others: int) -> float | None:
-    """Most memory an eager step holds, in MiB, without what `others` held; only a GPU's allocator tells."""
-    step()
+def peak_memory(step: Callable, device: str, others: int, captures: bool = False) -> float | None:
+    """Most memory a step holds, in MiB, without what `others` held; only a GPU's allocator tells.
+
+    The step is eager, but solves beside the backward pass if the one that is timed is captured, and so does.
+    """
     if device == "cpu":
+        step()
         return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
+    with mock.patch.object(aside, "is_captured", return_value=True) if captures else nullcontext():
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - others) / 2**20
 
 

@@ -16,6 +16,7 @@ from proxprop.aside import STREAMS, Aside
 from proxprop.solve import Solver
 from training import assert_same, directions, images, loss_of, small_model
 
+works = pytest.mark.compatibility
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -23,7 +24,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 def turns(monkeypatch: pytest.MonkeyPatch) -> list[Aside]:
     """Fork on a CPU as on a GPU, though on no stream; the list grows by each fork."""
     made: list[Aside] = []
-    monkeypatch.setattr(aside, "has_streams", lambda tensor: True)
+    monkeypatch.setattr(aside, "is_captured", lambda tensor: True)
     monkeypatch.setattr(aside, "streams", lambda device: [None] * STREAMS)
 
     class Noted(Aside):
@@ -37,7 +38,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> list[Aside]:
 
 def in_line(found: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aside, "has_streams", lambda tensor: False)
+        patch.setattr(aside, "is_captured", lambda tensor: False)
         return found()
 
 
@@ -199,7 +200,12 @@ def test_many_ranks_an_observer_and_deferred_mode_stay_in_line(
 
 
 def test_a_cpu_stays_in_line() -> None:
-    assert not aside.has_streams(images())
+    assert not aside.is_captured(images())
+
+
+@needs_gpu
+def test_an_eager_step_stays_in_line() -> None:
+    assert not aside.is_captured(images().cuda())
 
 
 class Branches(nn.Module):
@@ -237,6 +243,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
             return plain(*args)
 
         monkeypatch.setattr(backward, name, late)
+    monkeypatch.setattr(aside, "is_captured", lambda tensor: tensor.is_cuda)  # in eager steps, too
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
 
@@ -320,11 +327,25 @@ def trained_in_a_graph(model: nn.Module) -> None:
         graph.replay()
 
 
+def trained_in_graphs_of_its_passes(model: nn.Module) -> None:
+    """The forward and the backward pass each in a graph, the optimizer not."""
+    graphed = torch.cuda.make_graphed_callables(model, (batch()[0],))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for seed in range(3):
+        optimizer.zero_grad()
+        x, y = batch(seed)
+        (graphed(x) - y).square().mean().backward()
+        optimizer.step()
+
+
+RUNS = [once, accumulated, asked_for, hooked, trained, trained_in_backward, trained_in_a_graph]
+
+
 @needs_gpu
+@works("CUDA graphs of a whole step (`torch.cuda.graph`)")
+@works("CUDA graphs of both passes (`torch.cuda.make_graphed_callables`)")
 @MODELS
-@pytest.mark.parametrize(
-    "run", [once, accumulated, asked_for, hooked, trained, trained_in_backward, trained_in_a_graph]
-)
+@pytest.mark.parametrize("run", [*RUNS, trained_in_graphs_of_its_passes])
 @pytest.mark.parametrize("solver", [Exact(), CG(3)])
 def test_on_a_gpu_no_bit_is_different(
     slow: None, make: Callable[[], nn.Module], run: Callable[[nn.Module], None], solver: Solver

@@ -93,6 +93,7 @@ def test_nothing_waits_for_the_gpu(solver: Solver, running: Running | None, set_
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.compatibility("CUDA graphs of a whole step (`torch.cuda.graph`)", mode="deferred")
 @SOLVERS
 def test_a_whole_step_in_a_cuda_graph(solver: Solver) -> None:
     models, (x, y) = [network(solver) for _ in range(2)], batch()

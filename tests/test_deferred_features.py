@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 import proxprop
 from cases import oracle, randn, relative_error
 from models import MODELS, ModelCase
-from proxprop import CG, Exact
+from proxprop import CG, Exact, backward
 from proxprop.solve import Solver
 from test_bad_input import Scale, quiet_layouts, sparse_inputs
 from test_compile import SelfAttention, embedded, whole_step
@@ -661,3 +661,18 @@ def test_convert_checks_before_attach_can_be_called() -> None:
         proxprop.convert(plain_model(), exclude=["hed.*"])
     with pytest.raises(TypeError, match="exclude should be a list of patterns"):
         proxprop.convert(plain_model(), exclude="head")
+
+
+@refused(
+    "CUDA graphs of both passes (`torch.cuda.make_graphed_callables`)",
+    "in deferred mode: it asks for gradients alone; capture the whole step",
+)
+def test_a_graph_of_gradients_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(Exact())
+    proxprop.attach(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    x = images().requires_grad_()
+    monkeypatch.setattr(backward, "is_captured", lambda tensor: True)
+    with pytest.raises(RuntimeError, match="gradients alone"):
+        torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    torch.autograd.grad(model(x).square().sum(), x)  # of the input alone nothing is to be summed
+    model(x).square().sum().backward()

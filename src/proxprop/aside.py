@@ -10,6 +10,9 @@ solves there, several layers at a time. The direction joins again in nodes that 
 
 K and its factor do not wait for G: the first Fork that runs has all small ones of its backward pass prepared.
 
+All this is for steps that are captured in a CUDA graph. An eager step with layers this small waits for the host, to
+which forks and streams are more work.
+
 Autograd itself orders all this, by the rule that it documents: a node runs on the stream that was current when it was
 made, waits for what it is given, and at its end a backward pass is complete on the caller's stream. It also tells the
 allocator of tensors that cross from one stream to another. What it does not know of is held in `Aside.held`.
@@ -79,17 +82,17 @@ def streams(device: torch.device) -> Sequence[torch.cuda.Stream | None]:
 def pays(spaces: Sequence[str], output: Tensor, handles: Sequence[Tensor | None]) -> bool:
     """Whether a call should be solved aside.
 
-    Not where there is nothing to solve but a division, or so much that it fills a GPU's memory. Not where something
-    acts on each gradient as soon as it is there, for a join comes last: other ranks, or an optimizer that steps in
-    backward. And not where reading the saved inputs may compute, as a checkpoint does: others would read the outcome
-    on their own stream.
+    Not in an eager step. Not where there is nothing to solve but a division, or so much that it fills a GPU's memory.
+    Not where something acts on each gradient as soon as it is there, for a join comes last: other ranks, or an
+    optimizer that steps in backward. And not where reading the saved inputs may compute, as a checkpoint does: others
+    would read the outcome on their own stream.
 
     Args:
         spaces: where the layer's system can be solved.
         output: of the layer.
         handles: views of the layer's parameters; without them there is nothing to join in.
     """
-    if DIAGONAL in spaces or not has_streams(output) or torch.compiler.is_compiling() or several_ranks():
+    if torch.compiler.is_compiling() or not is_captured(output) or DIAGONAL in spaces or several_ranks():
         return False
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return False
@@ -98,9 +101,9 @@ def pays(spaces: Sequence[str], output: Tensor, handles: Sequence[Tensor | None]
     return unknowns <= MOST_UNKNOWNS and all(_can_wait(handle) for handle in trained)
 
 
-def has_streams(tensor: Tensor) -> bool:
-    """Whether a tensor is on a device with streams; a fake one may claim to be on a device that is not there."""
-    return tensor.is_cuda and torch.cuda.is_initialized()
+def is_captured(tensor: Tensor) -> bool:
+    """Whether what is done with a tensor goes into a CUDA graph; a fake one may claim to be on a device that is not."""
+    return tensor.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _can_wait(handle: Tensor) -> bool:

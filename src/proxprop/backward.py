@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from proxprop import kernels
-from proxprop.aside import Aside, Fork, join_last, wait
+from proxprop.aside import Aside, Fork, is_captured, join_last, wait
 from proxprop.settings import Settings
 from proxprop.solve import DIAGONAL, FEATURE, SAMPLE, Factored, Plan, Ready, plan
 from proxprop.solve.plan import remembered_plan
@@ -274,10 +274,23 @@ def summed_once(ctx: Any, saved: Sequence[Tensor], transfer: Transfer, G: Tensor
         # Whether this pass adds to the leaves; `torch.autograd.grad` does not.
         (leaf, _), *_ = ctx.next_functions[-call.sums :]
         ctx.summed = torch._C._will_engine_execute_node(leaf)
+        if not ctx.summed and is_captured(G):
+            refuse_gradients_alone(ctx)
         if ctx.summed and call.summing.keep(transfer, saved[0].dtype):
             return [None] * call.sums
     S = summand(transfer, G, call.sampling)
     return (S,) if call.sums == 1 else (S, S.new_full((), transfer.sizes.samples))
+
+
+def refuse_gradients_alone(ctx: Any) -> None:
+    """Raise RuntimeError if a CUDA graph is being made of gradients that no S will ever be summed for."""
+    own = [node for node, _ in ctx.next_functions[1 : -ctx.call.sums] if node is not None]
+    if any(torch._C._will_engine_execute_node(node) for node in own):
+        raise RuntimeError(
+            f"{ctx.call.failures.layer}: in deferred mode a step needs S beside the gradient, but a CUDA graph is "
+            "captured of torch.autograd.grad, as torch.cuda.make_graphed_callables does, which asks for gradients "
+            "alone. Capture the whole step with torch.cuda.graph, or use it in immediate mode, without proxprop.attach"
+        )
 
 
 class Proximal(torch.autograd.Function):

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from proxprop.kernels import on_its_device, with_rows
+from proxprop.kernels.launch import launches
 
 BLOCK = 32
 """Rows of a block: one for each thread of a warp."""
@@ -165,15 +166,18 @@ def inverse_factor(M: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     work, partial, inverse = (M.new_empty(groups, padded, padded) for _ in range(3))
     pivots, least = M.new_empty(groups, steps, BLOCK, BLOCK), M.new_empty(groups, steps)
     failed = torch.empty(groups, dtype=torch.bool, device=M.device)
-    _begin[(groups,)](M, pivots, least, size, M.stride(1), steps, damping, BLOCK=BLOCK, num_warps=1)
+    launch = launches("cholesky.inverse_factor", [M])
+    launch(_begin, (groups,), M, pivots, least, size, M.stride(1), steps, damping, BLOCK=BLOCK, num_warps=1)
     for step in range(steps):
         tiles = (steps * (steps + 1) - step * (step + 1)) // 2
-        _eliminate[(tiles, groups)](
+        launch(
+            _eliminate, (tiles, groups),
             work if step else M, work, partial, inverse, pivots, least,
             size, padded if step else M.stride(1), steps, step, damping,
             FIRST=step == 0, BLOCK=BLOCK, num_warps=1,
         )  # fmt: skip
-    _mend[(groups,)](
-        inverse, least, M, failed, size, M.stride(1), steps, padded, damping, SIZE=triton.next_power_of_2(padded)
+    launch(
+        _mend, (groups,), inverse, least, M, failed, size, M.stride(1), steps, padded, damping,
+        SIZE=triton.next_power_of_2(padded),
     )  # fmt: skip
     return inverse, failed

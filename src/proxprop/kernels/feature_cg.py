@@ -11,6 +11,7 @@ from torch import Tensor
 
 from proxprop.kernels import halves, on_its_device, up
 from proxprop.kernels.halves import power, store_parts, unscaled
+from proxprop.kernels.launch import launches
 
 WHOLE = 1024
 """Most features of which a program holds whole columns."""
@@ -254,12 +255,15 @@ def _solve(
     parts_of_search = B.new_empty(groups, parts * padded, wide, dtype=torch.float16)
     search, residual, D = (B.new_empty(groups, features, wide) for _ in range(3))
     squared, scale, unscale = (B.new_empty(groups, wide) for _ in range(3))
-    _begin[programs](
+    launch = launches("feature_cg", [B], iterations, parts)
+    launch(
+        _begin, programs,
         B, search, residual, diagonal, parts_of_search, unscale, scale, squared,
         features, padded, outputs, wide, **shape,
     )  # fmt: skip
     for step in range(iterations):
-        (_advance_whole if whole else _advance)[programs](
+        launch(
+            _advance_whole if whole else _advance, programs,
             search, halves.product(parts_of_S, parts_of_search), residual, D, diagonal, parts_of_search, unscale,
             scale, squared, damping, features, padded, wide,
             FIRST=step == 0, LAST=step == iterations - 1, **shape,

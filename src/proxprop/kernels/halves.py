@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from proxprop.kernels import up, with_rows
+from proxprop.kernels.launch import launches
 
 INNER = 64
 """The inner dimension is padded with zeros to a multiple of this; in feature space, columns to one of `WIDE`."""
@@ -78,9 +79,11 @@ def split(M: Tensor, rows: int, parts: int) -> tuple[Tensor, Tensor]:
     padded = up(size, INNER)
     out = M.new_empty(groups, rows, parts * padded, dtype=torch.float16)
     diagonal = M.new_empty(groups, size)
-    _split_row[(rows, groups)](
-        M, diagonal, out, size, M.stride(1), rows, padded, PARTS=parts, COLUMNS=triton.next_power_of_2(padded)
-    )
+    launch = launches("halves.split", [M], rows, parts)
+    launch(
+        _split_row, (rows, groups), M, diagonal, out, size, M.stride(1), rows, padded,
+        PARTS=parts, COLUMNS=triton.next_power_of_2(padded),
+    )  # fmt: skip
     return out, diagonal
 
 

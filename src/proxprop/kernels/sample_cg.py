@@ -20,6 +20,7 @@ from torch import Tensor
 
 from proxprop.kernels import halves, on_its_device, up
 from proxprop.kernels.halves import power, store_parts, unscaled
+from proxprop.kernels.launch import launches
 
 NUMBERS = 1024
 """Numbers of one array that a program holds: 8 a thread with 4 warps."""
@@ -190,13 +191,16 @@ def _solve(
     lengths, ratio, unscale = (G.new_empty(iterations, groups, outputs) for _ in range(3))
     squared, scale = (G.new_empty(groups, outputs) for _ in range(2))
     turned, rows = max(1, TURNED_NUMBERS // length), max(1, NUMBERS // length)
-    _begin[(triton.cdiv(outputs, turned), groups)](
+    launch = launches("sample_cg", [G], iterations, parts)
+    launch(
+        _begin, (triton.cdiv(outputs, turned), groups),
         G, diagonal, rho, parts_of_rho, unscale, scale, G.stride(1), samples, padded, outputs,
         PARTS=parts, SAMPLES=length, OUTPUTS=turned, num_warps=8,
     )  # fmt: skip
     for step in range(iterations):
         K_rho = halves.product(parts_of_rho[step % kept], parts_of_K.mT)
-        _advance[(triton.cdiv(outputs, rows), groups)](
+        launch(
+            _advance, (triton.cdiv(outputs, rows), groups),
             rho, K_rho, diagonal, parts_of_rho, unscale, scale, squared, lengths, ratio,
             step, rho[0].numel(), squared.numel(), damping, samples, padded, outputs,
             FIRST=step == 0, LAST=step == iterations - 1,

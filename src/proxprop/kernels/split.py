@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from proxprop.kernels import on_its_device
+from proxprop.kernels.launch import launches
 
 NUMBERS = 1024
 """Numbers that a program splits."""
@@ -54,7 +55,7 @@ def parts(x: Tensor, order: tuple[int, ...]) -> Tensor:
         x = x.contiguous()
     lines, length, stride = (columns, rows, x.stride(1)) if by_columns else (1, x.numel(), x.numel())
     out = x.new_empty(lines, len(order) * length, dtype=torch.bfloat16)
-    _split[(lines * triton.cdiv(length, NUMBERS),)](
-        x, out, lines, length, stride, ORDER=order, NUMBERS=NUMBERS
-    )
+    programs = (lines * triton.cdiv(length, NUMBERS),)
+    launch = launches("split.parts", [x], order)
+    launch(_split, programs, x, out, lines, length, stride, ORDER=order, NUMBERS=NUMBERS)
     return out.mT if by_columns else out.view(len(order) * rows, columns)
