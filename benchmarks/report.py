@@ -116,7 +116,7 @@ def main() -> None:
     print(over_the_limit())
     print(GROWTH)
     print(SPACES)
-    for name in ("h200-spaces", "cpu-spaces"):
+    for name in ("h200-spaces", "h200-spaces-rest", "cpu-spaces"):
         record = json.loads((BENCH / f"{name}.json").read_text())
         print(environment(record))
         print(spaces(record["rows"]))
