@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from networks import NETWORKS
+from step import METHODS, PRECISIONS
 from tables import table
 
 ROOT = Path(__file__).parents[1]
@@ -22,8 +23,6 @@ PAPER = {"mlp-500": {"cg3": 2.75, "exact": 6.3}, "convnet-500": {"cg3": 3.1, "cg
 
 MOST_MEMORY = 1.25
 """Of a proximal step, beside BackProp's."""
-
-METHODS = ("cg1", "cg3", "cg10", "exact", "adam", "muon", "isaac")
 
 INTRODUCTION = """# What a step costs
 
@@ -77,8 +76,8 @@ LIMITS = """## Where it falls short, and what limits it
 - **GPU, exact with thousands of features** (ResNet-18, the GPT-2 block): much of a solve by blocks waits for pivots, a
   diagonal block after the other, which could be factorised while the rest is still being updated.
 - **GPU, convolutions at batch 50**: bound by launches, most of them for a Gram matrix.
-- **CPU, multilayer perceptron**: BackProp needs no gradient for the first layer's input, so that FLOPs alone come to
-  what was aimed at for one iteration and for three; on top are the arrays that conjugate gradients read and write
+- **CPU, multilayer perceptron**: one iteration costs more than was aimed at, three as much or more, by the noise of two
+  cores. BackProp needs no gradient for the first layer's input, so that FLOPs alone come to what was aimed at; on top are the arrays that conjugate gradients read and write
   between two products. Ten iterations are below what FLOPs predict, because many are taken in the eigenbasis of K; its
   price, a few products, is what keeps three from gaining as much.
 - **CPU, convolutions**: most of the extra time is S, and of that products with narrow matrices of cosines; at batch 50
@@ -86,7 +85,8 @@ LIMITS = """## Where it falls short, and what limits it
 - **Eager GPU steps** are bound by the host, which has several dozen small kernels to launch for a layer, and for an
   exact solve with thousands of features hundreds. `torch.cuda.make_graphed_callables(model, (x,))` is one line and
   takes that away, as the tables above show; a step that can't be captured can take S from one step in ten
-  ([running.md](running.md)).
+  ([running.md](running.md)). Large systems of eager steps might better go to cuSOLVER, which is slower on the GPU but
+  has the host launch less.
 - **The cost model counts FLOPs**, by three prices on a GPU; not launches or bytes.
 """
 
@@ -101,6 +101,8 @@ def main() -> None:
             print(environment(record))
             for precision in dict.fromkeys(row["precision"] for row in record["rows"]):
                 print(steps([row for row in record["rows"] if row["precision"] == precision], precision))
+            if missing := not_reached(record):
+                print(missing)
             print(goals(record["rows"], name))
     for name, title in (
         ("h200-bf16", "H200, bf16 autocast"),
@@ -188,23 +190,36 @@ def spaces(rows: list[dict]) -> str:
 
 
 def not_reached(record: dict) -> str:
-    """Networks that the command names but that the time did not suffice for."""
+    """Networks that the command names but that the time did not suffice for, in all precisions or in some."""
     words = record["command"].split()
-    named = [word for word in words[words.index("--networks") + 1 :] if word in NETWORKS]
-    missing = [name for name in named if name not in {row["network"] for row in record["rows"]}]
-    return f"Not reached before the run was ended: {', '.join(missing)}.\n" if missing else ""
+    networks = [word for word in words if word in NETWORKS]
+    precisions = [word for word in words if word in PRECISIONS] or ["fp32"]
+    found = {(row["network"], row["precision"]) for row in record["rows"]}
+    missing = {name: [p for p in precisions if (name, p) not in found] for name in networks}
+    shown = [f"{name} in {' and '.join(lacks)}" for name, lacks in missing.items() if lacks]
+    return f"Not reached before the run was ended: {', '.join(shown)}.\n" if shown else ""
 
 
 def goals(rows: list[dict], machine: str) -> str:
     """What was asked of the paper's two networks, what is measured, and what the paper reports."""
-    found = {(row["network"], row["method"], row["precision"]): f"{row['ratio']:.2f}" for row in rows}
+    found = {
+        (
+            row["network"],
+            row["method"],
+            row["precision"],
+        ): f"{row['ratio']:.2f} ({row['low']:.2f}–{row['high']:.2f})"
+        for row in rows
+    }
     precisions, lines = list(dict.fromkeys(row["precision"] for row in rows)), []
     for (network, where), wanted in GOALS.items():
         for method, goal in wanted.items() if where == machine else ():
             measured = [found[network, method, precision] for precision in precisions]
             paper = str(PAPER[network].get(method, "–"))
             lines.append([f"{network} {method}", f"{goal:.2f}", *measured, paper])
-    return table(["batch 500", "goal", *precisions, "the paper's own code, from its figures"], lines)
+    return table(
+        ["batch 500, median and quartiles", "goal", *precisions, "the paper's own code, from its figures"],
+        lines,
+    )
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ Terms are `latency + work / rate`, fitted to the pieces of a solve by size; FLOP
 `features³/3` for its factor and `2·features²·outputs` for a solve or a product. How much longer a convolution's S
 takes than its FLOPs say is fitted to the ResNet's deferred step, the rest of the last table is not fitted to. Its steps
 are eager and wait for the host where layers are small, which the model knows of only through that one number: it says
-too little for the MLP, and for ResNets too much wherever a step is captured in a CUDA graph.
+too little for the MLP and the GPT-2 block, and for ResNets too much wherever a step is captured in a CUDA graph.
 """
 
 ASSUMED = """## From 1 to 1,024 GPUs

@@ -43,8 +43,21 @@ def test_the_readmes_ratios_are_the_records() -> None:
     assert f"a narrow one (128) {ratio('mlp-narrow-2048', 'cg3')}" in text
     tf32 = f"{ratio('mlp-500', 'cg3', 'tf32')} (cg3) and {ratio('mlp-500', 'exact', 'tf32')} (exact)"
     assert f"In TF32, where BackProp's own products are fast, the MLP costs {tf32}" in text
-    eager = min(float(ratio("mlp-500", method, record="h200-eager")) for method in ("cg3", "exact"))
-    assert f"over {eager:.0f} times BackProp" in text
+    cpu = [ratio("mlp-500", method, record="cpu") for method in ("cg3", "cg10", "exact")]
+    assert f"On two CPU cores it costs {cpu[0]} (cg3), {cpu[1]} (cg10) and {cpu[2]} (exact)" in text
+    eager, graphed = (
+        [
+            ratio(network, method, record=record)
+            for network in ("mlp-500", "resnet18-128")
+            for method in ("cg3", "exact")
+        ]
+        for record in ("h200-eager", "h200-passes")
+    )
+    assert (
+        f"the MLP costs {eager[0]} (cg3) and {eager[1]} (exact) times BackProp, ResNet-18 {eager[2]} and {eager[3]}"
+        in text
+    )
+    assert f"with {graphed[0]}, {graphed[1]}, {graphed[2]} and {graphed[3]}" in text
 
 
 def after(epoch: int, solver: str, column: str) -> float:

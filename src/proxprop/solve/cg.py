@@ -60,7 +60,7 @@ class CG(Solver):
             raise ValueError(f"CG's iterations should be at least 1 but is {self.iterations}")
 
     def flops(self, sizes: Sizes, space: str) -> float:
-        """One product with K, S or `AᵀA` an iteration."""
+        """One product with K, S or `AᵀA` an iteration; on a CPU that is more than many take (`spectral`)."""
         groups, samples, features, outputs = sizes
         product = {
             SAMPLE: 2.0 * samples**2 * outputs,
