@@ -76,10 +76,11 @@ LIMITS = """## Where it falls short, and what limits it
 - **GPU, exact with thousands of features** (ResNet-18, the GPT-2 block): much of a solve by blocks waits for pivots, a
   diagonal block after the other, which could be factorised while the rest is still being updated.
 - **GPU, convolutions at batch 50**: bound by launches, most of them for a Gram matrix.
-- **CPU, multilayer perceptron**: one iteration costs more than was aimed at, three as much or more, by the noise of two
-  cores. BackProp needs no gradient for the first layer's input, so that FLOPs alone come to what was aimed at; on top are the arrays that conjugate gradients read and write
-  between two products. Ten iterations are below what FLOPs predict, because many are taken in the eigenbasis of K; its
-  price, a few products, is what keeps three from gaining as much.
+- **CPU, multilayer perceptron**: one iteration costs more than was aimed at, three as much or more, within the noise
+  of two cores. BackProp needs no gradient for the first layer's input, so that FLOPs alone come to what was aimed at;
+  on top are the arrays that conjugate gradients read and write between two products. Ten iterations are below what
+  FLOPs predict, because many are taken in the eigenbasis of K; its price, a few products, is what keeps three from
+  gaining as much.
 - **CPU, convolutions**: most of the extra time is S, and of that products with narrow matrices of cosines; at batch 50
   it is bound by calls.
 - **Eager GPU steps** are bound by the host, which has several dozen small kernels to launch for a layer, and for an
