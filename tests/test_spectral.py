@@ -123,8 +123,11 @@ def test_a_network_has_the_same_directions(bias: bool) -> None:
         assert relative_error(ours, theirs) < 1e-10
 
 
-def test_eigenvectors_are_looked_for_where_they_are_fewer_products() -> None:
+def test_eigenvectors_are_looked_for_where_they_are_fewer_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert spectral.pays(size=500, iterations=10, outputs=1000)
     assert spectral.pays(size=500, iterations=3, outputs=4000)
     assert not spectral.pays(size=500, iterations=3, outputs=1000)
     assert not spectral.pays(size=500, iterations=2, outputs=10**6)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)  # which have multiplied long before
+    assert not spectral.pays(size=500, iterations=10, outputs=4000)

@@ -112,10 +112,10 @@ class CG(Solver):
 
     def _in_eigenbasis(self, space: str, M: Tensor, damping: float, outputs: int) -> Factored | None:
         """What solves in the eigenbasis of K or S, on a CPU; None where that does not pay or there is none."""
-        pays = self.per_output and spectral.pays(M.shape[-1], self.iterations, outputs)
-        if not pays or M.device.type != "cpu" or is_transformed(M):
+        if not self.per_output or M.device.type != "cpu" or is_transformed(M):
             return None
-        basis = spectral.eigenbasis(M, space)
+        pays = spectral.pays(M.shape[-1], self.iterations, outputs)
+        basis = spectral.eigenbasis(M, space) if pays else None
         if basis is None:
             return None
         values, into, out_of = basis

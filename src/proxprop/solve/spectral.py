@@ -1,8 +1,8 @@
 """Conjugate gradients in the eigenbasis of K or S, where an iteration multiplies numbers instead of matrices.
 
 Conjugate gradients take the same steps in every orthonormal basis. The eigenbasis costs as much as some iterations and
-two products with it as much as two; all others are then nearly free. That pays on a CPU, from three iterations on where
-outputs are many. A GPU takes far longer for eigenvectors than for all the products they replace.
+two products with it as much as two; all others are then nearly free. That pays on a CPU of few cores, from three iterations
+on where outputs are many. A GPU takes far longer for eigenvectors than for all the products they replace.
 """
 
 import torch
@@ -12,14 +12,15 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from proxprop.solve.solver import SAMPLE
 
 BASIS_COLUMNS = 1300, 5
-"""Eigenvectors of a matrix take a processor about as long as a product with 1300 + 5·rows columns, in float32 and in
-float64."""
+"""On two cores, eigenvectors of a matrix take about as long as a product with 1300 + 5·rows columns, in float32 and in
+float64. More cores multiply faster, but hardly find eigenvectors faster."""
 
 
 def pays(size: int, iterations: int, outputs: int) -> bool:
     """Whether products with a K or S of this size cost more than its eigenvectors and two products with them."""
     constant, slope = BASIS_COLUMNS
-    return (iterations - 2) * outputs > constant + slope * size
+    cores = max(2, torch.get_num_threads())
+    return (iterations - 2) * outputs > (constant + slope * size) * cores / 2
 
 
 def eigenbasis(M: Tensor, space: str) -> tuple[Tensor, Tensor, Tensor] | None:
