@@ -1,8 +1,8 @@
 """Conjugate gradients in the eigenbasis of K or S, where an iteration multiplies numbers instead of matrices.
 
 Conjugate gradients take the same steps in every orthonormal basis. The eigenbasis costs as much as some iterations and
-two products with it as much as two; all others are then nearly free. That pays on a CPU of few cores, from three iterations
-on where outputs are many. A GPU takes far longer for eigenvectors than for all the products they replace.
+two products with it as much as two; all others are then nearly free. That pays on a CPU of few cores, from three
+iterations on where outputs are many. A GPU takes far longer for eigenvectors than for all the products they replace.
 """
 
 import torch
