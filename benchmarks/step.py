@@ -95,7 +95,10 @@ def parse() -> argparse.Namespace:
         help="capture the forward and the backward pass by torch.cuda.make_graphed_callables, not the optimizer",
     )
     parser.add_argument("--out", type=Path, help="write the rows and the environment as JSON")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.passes and (options.device == "cpu" or options.spaces or "bf16" in options.precisions):
+        parser.error("--passes is for a GPU, without --spaces, in fp32 and tf32")
+    return options
 
 
 def measure(network: Network, options: argparse.Namespace, precision: str) -> list[Row]:
@@ -116,7 +119,7 @@ def measure(network: Network, options: argparse.Namespace, precision: str) -> li
                 raise ValueError(
                     f"{predicted[name] / predicted[method]:.0f} times the FLOPs of the chosen space"
                 )
-            captures = options.device == "cuda" and not (options.eager or options.passes)
+            captures = options.device != "cpu" and not (options.eager or options.passes)
             memory[name] = None if options.passes else peak_memory(step, options.device, others, captures)
             steps[name] = captured(step) if captures else step
         except (

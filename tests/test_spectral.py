@@ -1,14 +1,17 @@
 """Conjugate gradients in an eigenbasis take the steps that they take anywhere."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import proxprop
 from cases import relative_error
@@ -41,6 +44,7 @@ def in_eigenbasis(space: str, iterations: int, A: Tensor, G: Tensor, damping: fl
 @given(sizes=sizes, seed=st.integers(0, 2**31), k=st.integers(1, 10), log_damping=st.floats(-1, 3))
 def test_the_iterates_are_those_of_every_other_basis(space, sizes, seed, k, log_damping) -> None:
     A, G = problem(sizes, seed)
+    assume(spectral.is_level(A @ A.mT) and spectral.is_level(A.mT @ A))
     expected = solve_in(MATRIX_FREE, CG(k), A, G, 10**log_damping)
     assert relative_error(in_eigenbasis(space, k, A, G, 10**log_damping), expected) < 1e-8
 
@@ -63,12 +67,61 @@ def test_float32_is_enough_whatever_the_rank_and_the_scale_of_the_gradient(space
         assert not D[..., 0].any()
 
 
+@pytest.mark.parametrize("case", ["zero rows", "repeated rows", "more samples than features"])
+@pytest.mark.parametrize("share", [1.0, 1e-2])
+def test_what_does_not_reach_the_direction_is_no_reason_for_a_step(case: str, share: float) -> None:
+    """Eigenvalues that are zero come out as rounding; G has far more of their vectors than of all others."""
+    A, G = problem((1, 60, 20 if case == "more samples than features" else 80, 9), seed=2)
+    if case == "zero rows":
+        A[:, ::4] = 0.0
+    elif case == "repeated rows":
+        A[:, 30:] = A[:, :30]
+    reached = A @ torch.linalg.pinv(A) @ G
+    A, G = A.float(), (G - reached + share * reached).float()
+    for iterations in (3, 10, 30):
+        expected = solve_in(MATRIX_FREE, CG(iterations), A.double(), G.double(), 1.0)
+        assert relative_error(in_eigenbasis(SAMPLE, iterations, A, G).double(), expected) < 1e-4 / share
+
+
+def test_small_eigenvalues_are_not_taken_for_zero() -> None:
+    """What is small beside the largest still reaches the direction, where damping is smaller yet."""
+    A, G = problem((1, 200, 400, 9), seed=3)
+    A = A * torch.logspace(0, -3, 400, dtype=torch.float64) + 1.0
+    expected = solve_in(MATRIX_FREE, CG(3), A, G, 0.01)
+    assert relative_error(in_eigenbasis(SAMPLE, 3, A.float(), G.float(), 0.01).double(), expected) < 3e-3
+
+
 @SPACES
-def test_a_gradient_is_not_overwritten(space) -> None:
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("groups", [1, 2])
+def test_blocks_of_outputs_give_what_all_at_once_do(
+    monkeypatch: pytest.MonkeyPatch, space, groups: int
+) -> None:
+    A, G = problem((groups, 6, 8, 19), seed=1)
+    M, right = (A @ A.mT, G) if space == SAMPLE else (A.mT @ A, A.mT @ G)
+    given = right.clone()
+    with eigenbases(True):
+        whole = CG(4).prepared(space, M, 1.0, 19)(right).value
+        batched = torch.vmap(lambda one: CG(4).prepared(space, M, 1.0, 19)(one).value)(right[None])
+        for name, value in (("FEWEST_ROWS", 1), ("BLOCK", 4 * groups * M.shape[-1])):
+            monkeypatch.setattr(sys.modules[CG.__module__], name, value)
+        in_blocks = CG(4).prepared(space, M, 1.0, 19)(right).value
+    assert relative_error(in_blocks, whole) < 1e-14
+    assert relative_error(batched[0], whole) < 1e-14
+    assert torch.equal(right, given)
+
+
+@SPACES
+def test_a_solution_can_be_tracked_and_traced(space) -> None:
     A, G = problem((1, 6, 8, 9), seed=1)
-    given = G.clone()
-    in_eigenbasis(space, 4, A, G)
-    assert torch.equal(G, given)
+    M, right = (A @ A.mT, G) if space == SAMPLE else (A.mT @ A, A.mT @ G)
+    solve = CG(4).samples if space == SAMPLE else CG(4).features
+    with eigenbases(True):
+        plain = solve(M, right, 1.0).value
+        tracked = solve(M, right.clone().requires_grad_(), 1.0).value
+        traced = make_fx(lambda M, right: solve(M, right, 1.0).value)(M, right)
+    assert relative_error(tracked, plain) < 1e-12
+    assert relative_error(traced(M, right), plain) < 1e-12
 
 
 @pytest.mark.parametrize("iterations", [1, 2])
@@ -121,6 +174,13 @@ def test_a_network_has_the_same_directions(bias: bool) -> None:
         proxprop.revert(model)
     for ours, theirs in zip(*directions, strict=True):
         assert relative_error(ours, theirs) < 1e-10
+
+
+def test_stand_in_tensors_have_no_eigenvectors_to_look_for() -> None:
+    with eigenbases(True), FakeTensorMode(allow_non_fake_inputs=True):
+        layer = proxprop.nn.Linear(8, 9, solver=CG(10))
+        layer(torch.ones(6, 8)).sum().backward()
+    assert layer.weight.grad.shape == (9, 8)
 
 
 def test_eigenvectors_are_looked_for_where_they_are_fewer_products(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,7 +193,8 @@ def solve(transfer: Transfer, G: Tensor, settings: Settings, ready: Ready | None
     if chosen.space == SAMPLE:
         ready = ready or prepare(transfer, settings, SAMPLE)
         if isinstance(ready, Factored) and isinstance(transfer, LinearTransfer) and transfer.is_narrow():
-            parameters = transfer.direction(ready.left * factor, ready.right(transfer.to_samples(G)))
+            left = ready.left if factor == 1.0 else ready.left * factor
+            parameters = transfer.direction(left, ready.right(transfer.to_samples(G)))
             return Direction(parameters, chosen, ready.failed)
         U, failed = ready(transfer.to_samples(G)).times(factor)
         given = [transfer.from_samples(U)]

@@ -159,6 +159,7 @@ def inverse_factor(M: Tensor, damping: float) -> tuple[Tensor, Tensor]:
         `L⁻¹ [groups, padded, padded]`, the identity beyond `size`; where the flag `[groups]` is true, the identity over
         `√(λ + trace M)`, and NaN where M is not finite.
     """
+    damping = float(damping)  # of which Triton makes one kernel, of whole numbers many
     M = with_rows(M)
     groups, size, _ = M.shape
     steps = triton.cdiv(size, BLOCK)

@@ -230,6 +230,7 @@ def feature_cg(S: Tensor, B: Tensor, damping: float, iterations: int, parts: int
     Returns:
         D `[groups, features, outputs]`.
     """
+    damping = float(damping)  # of which Triton makes one kernel, of whole numbers many
     groups, features, outputs = B.shape
     parts_of_S, diagonal = halves.split(S, features, parts)
     blocks = max(1, triton.cdiv(outputs, max(LEAST_WIDTH, BLOCK // (groups * features))))

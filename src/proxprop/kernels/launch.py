@@ -27,7 +27,7 @@ class Launches:
         Args:
             kernel: what `triton.jit` returned.
             grid: how many programs.
-            args: pointers to arrays and numbers; all but numbers with a fraction follow from what the solve is kept by.
+            args: pointers to arrays and numbers; all but floating ones follow from what the solve is kept by.
             constants: the rest of the kernel's arguments, and options of the compiler.
         """
         turn, self.turn = self.turn, self.turn + 1
@@ -35,7 +35,7 @@ class Launches:
             launch(*args)
             return
         compiled = kernel[grid](*args, **constants)
-        if compiled is not None:  # as it is under Triton's interpreter
+        if compiled is not None:  # Triton's interpreter compiles nothing
             launch = compiled[(*grid, 1, 1)[:3]]
             rest = [constants[name] for name in kernel.arg_names[len(args) :]]
             self.kept[turn] = lambda *args: launch(*args, *rest)

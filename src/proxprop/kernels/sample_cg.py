@@ -159,6 +159,7 @@ def sample_cg(K: Tensor, G: Tensor, damping: float, iterations: int, parts: int)
     Returns:
         U `[groups, samples, outputs]`, stored with outputs as rows.
     """
+    damping = float(damping)  # of which Triton makes one kernel, of whole numbers many
     G = G.contiguous()
     groups, samples, outputs = G.shape
     padded = up(samples, halves.INNER)

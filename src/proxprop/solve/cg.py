@@ -60,7 +60,7 @@ class CG(Solver):
             raise ValueError(f"CG's iterations should be at least 1 but is {self.iterations}")
 
     def flops(self, sizes: Sizes, space: str) -> float:
-        """One product with K, S or `AᵀA` an iteration; on a CPU that is more than many take (`spectral`)."""
+        """One product with K, S or `AᵀA` an iteration, though a CPU may need fewer (`spectral`)."""
         groups, samples, features, outputs = sizes
         product = {
             SAMPLE: 2.0 * samples**2 * outputs,
@@ -118,9 +118,9 @@ class CG(Solver):
         basis = spectral.eigenbasis(M, space) if pays else None
         if basis is None:
             return None
-        values, into, out_of = basis
-        diagonal = values.add_(damping).unsqueeze(-2)
-        return Factored(out_of, lambda B: on_diagonal(diagonal, B.mT @ into, damping, self.iterations).mT)
+        values, vectors, weights = basis
+        rows = values.add_(damping).unsqueeze(-2), weights.unsqueeze(-2) if weights is not None else None
+        return Factored(vectors, lambda B: on_diagonal(*rows, B.mT @ vectors, damping, self.iterations).mT)
 
     @property
     def _sums(self) -> tuple[int, ...]:
@@ -142,15 +142,17 @@ def by_rows(K: Tensor, G: Tensor, damping: float, iterations: int) -> Tensor:
     return U.mT
 
 
-def on_diagonal(diagonal: Tensor, B: Tensor, damping: float, iterations: int) -> Tensor:
+def on_diagonal(
+    diagonal: Tensor, weights: Tensor | None, B: Tensor, damping: float, iterations: int
+) -> Tensor:
     """`feature_cg` on a diagonal matrix, with outputs as rows; D is written over B."""
     if is_transformed(B):
         normal, scale = normalize(B, (-1,))
-        return feature_cg(diagonal.mul, normal, damping, iterations, (-1,)).mul_(scale)
+        return feature_cg(diagonal.mul, normal, damping, iterations, (-1,), weights).mul_(scale)
     for rows, residual, search, image, spare in blocks(B, arrays=4):
         _, scale = normalize(rows, (-1,), spare, search)
         apply, arrays = partial(torch.mul, diagonal, out=image), (rows, residual, search, spare)
-        feature_cg(apply, search, damping, iterations, (-1,), arrays).mul_(scale)
+        feature_cg(apply, search, damping, iterations, (-1,), weights, arrays).mul_(scale)
     return B
 
 
@@ -173,6 +175,7 @@ def feature_cg(
     damping: float,
     iterations: int,
     sums: tuple[int, ...],
+    weights: Tensor | None = None,
     arrays: Sequence[Tensor | None] = (None,) * 4,
 ) -> Tensor:
     """Textbook conjugate gradients on `(λI + AᵀA) D = B` from `D = 0`.
@@ -183,6 +186,7 @@ def feature_cg(
         damping: λ.
         iterations: how many steps.
         sums: the dimensions an inner product sums over.
+        weights: of its summands; None where all are 1.
         arrays: memory to work in, of B's shape each; the third may be B.
 
     Returns:
@@ -190,15 +194,15 @@ def feature_cg(
     """
     for_D, for_residual, for_search, spare = arrays
     residual, search = B, B
-    squared, image = dot(residual, residual, sums, spare), apply(search)
-    length = quotient(squared, dot(search, image, sums, spare), 1 / damping)
+    squared, image = dot(residual, residual, sums, spare, weights), apply(search)
+    length = quotient(squared, dot(search, image, sums, spare, weights), 1 / damping)
     D = torch.mul(length, search, out=for_D)
     for _ in range(1, iterations):
         residual = torch.addcmul(residual, length, image, value=-1, out=for_residual)
-        before, squared = squared, dot(residual, residual, sums, spare)
+        before, squared = squared, dot(residual, residual, sums, spare, weights)
         search = torch.addcmul(residual, quotient(squared, before, 0.0), search, out=for_search)
         image = apply(search)
-        length = quotient(squared, dot(search, image, sums, spare), 1 / damping)
+        length = quotient(squared, dot(search, image, sums, spare, weights), 1 / damping)
         D.addcmul_(length, search)
     return D
 
@@ -277,14 +281,24 @@ def rounding(K: Tensor) -> Tensor:
 
 
 def is_transformed(tensor: Tensor) -> bool:
-    """Whether operations on a tensor are traced or batched, which can't write where they are told to."""
-    batched = torch._C._functorch.is_batchedtensor, torch._C._functorch.is_legacy_batchedtensor
-    return torch.compiler.is_compiling() or any(kind(tensor) for kind in batched)
+    """Whether operations on a tensor are traced, batched or differentiated, and can't write where they are told to."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    functorch = torch._C._functorch
+    kinds = functorch.is_batchedtensor, functorch.is_legacy_batchedtensor, functorch.is_gradtrackingtensor
+    return any(kind(tensor) for kind in kinds) or (tensor.requires_grad and torch.is_grad_enabled())
 
 
-def dot(left: Tensor, right: Tensor, sums: tuple[int, ...], spare: Tensor | None = None) -> Tensor:
+def dot(
+    left: Tensor,
+    right: Tensor,
+    sums: tuple[int, ...],
+    spare: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
     """Inner product over the dimensions `sums`, which are kept with size 1; an array to spare is overwritten."""
-    return torch.mul(left, right, out=spare).sum(sums, keepdim=True)
+    product = torch.mul(left, right, out=spare)
+    return (product if weights is None else product.mul_(weights)).sum(sums, keepdim=True)
 
 
 def quotient(numerator: Tensor, denominator: Tensor, degenerate: float) -> Tensor:

@@ -23,20 +23,20 @@ def pays(size: int, iterations: int, outputs: int) -> bool:
     return (iterations - 2) * outputs > (constant + slope * size) * cores / 2
 
 
-def eigenbasis(M: Tensor, space: str) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Eigenvalues, and matrices into and out of a basis in which `λI + M` is diagonal.
+def eigenbasis(M: Tensor, space: str) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Eigenvalues and eigenvectors of K or S, and the weights of an inner product in that basis.
 
-    In sample space that basis is one of features: `r = Aᵀρ` has the coordinates `√σ·qᵀρ`, with K's eigenvalues σ and
-    eigenvectors q. Eigenvalues below the rounding of the largest are not told apart, so none is taken for less.
+    In sample space a residual `r = Aᵀρ` has the square `⟨ρ, Kρ⟩`, in which an eigenvector counts by its eigenvalue. An
+    eigenvalue that is zero comes out as some rounding of the largest: it must not count, or steps would be taken for
+    what does not reach D. What such vectors have of U follows the others' steps.
 
     Args:
         M: K or S `[groups, size, size]`.
         space: which of the two.
 
     Returns:
-        Eigenvalues `[groups, size]`, `into` and `out_of [groups, size, size]`: a right-hand side B is `intoᵀB` in the
-        basis, and what is x there is `out_of·x`. None where there are none to be found, as for NaN, or none that are
-        accurate enough.
+        Eigenvalues `[groups, size]`, eigenvectors `[groups, size, size]` as columns, weights `[groups, size]` or None
+        where all are 1. None where there are none to be found, as for NaN, or none that are accurate enough.
     """
     if not is_level(M):
         return None
@@ -44,12 +44,11 @@ def eigenbasis(M: Tensor, space: str) -> tuple[Tensor, Tensor, Tensor] | None:
         values, vectors = torch.linalg.eigh(M)
     except LinAlgError:
         return None
-    precision = torch.finfo(M.dtype)
-    values = values.maximum(values[..., -1:] * precision.eps).clamp_(min=precision.tiny)
     if space != SAMPLE:
-        return values, vectors, vectors
-    roots = values.sqrt().unsqueeze(-2)
-    return values, vectors * roots, vectors / roots
+        return values.clamp_(min=0.0), vectors, None
+    rounding = torch.finfo(M.dtype).eps * values[..., -1:] * M.shape[-1] ** 0.5
+    weights = values.where(values > rounding, 0.0)
+    return values.clamp_(min=0.0), vectors, weights
 
 
 def is_level(M: Tensor) -> bool:
