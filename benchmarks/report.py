@@ -77,8 +77,8 @@ LIMITS = """## Where it falls short, and what limits it
   diagonal block after the other, which could be factorised while the rest is still being updated.
 - **GPU, convolutions at batch 50**: bound by launches, most of them for a Gram matrix.
 - **CPU, multilayer perceptron**: one iteration and three cost a little more than was aimed at, by no more than the
-  noise of two cores. BackProp needs no gradient for the first layer's input, so that FLOPs alone come to what was aimed at;
-  on top are the arrays that conjugate gradients read and write between two products. Ten iterations are below what
+  noise of two cores. BackProp needs no gradient for the first layer's input, so that FLOPs alone come to what was aimed
+  at; on top are the arrays that conjugate gradients read and write between two products. Ten iterations are below what
   FLOPs predict, because many are taken in the eigenbasis of K; its price, a few products, is what keeps three from
   gaining as much.
 - **CPU, convolutions**: most of the extra time is S, and of that products with narrow matrices of cosines; at batch 50
