@@ -99,9 +99,7 @@ def main() -> None:
         if path.exists():
             record = json.loads(path.read_text())
             print(f"## {title}\n")
-            print(environment(record))
-            for precision in dict.fromkeys(row["precision"] for row in record["rows"]):
-                print(steps([row for row in record["rows"] if row["precision"] == precision], precision))
+            print_steps(record)
             if missing := not_reached(record):
                 print(missing)
             print(goals(record["rows"], name))
@@ -112,9 +110,7 @@ def main() -> None:
     ):
         record = json.loads((BENCH / f"{name}.json").read_text())
         print(f"## {title}\n")
-        print(environment(record))
-        for precision in dict.fromkeys(row["precision"] for row in record["rows"]):
-            print(steps([row for row in record["rows"] if row["precision"] == precision], precision))
+        print_steps(record)
     print(MEMORY)
     print(over_the_limit())
     print(GROWTH)
@@ -126,6 +122,13 @@ def main() -> None:
         if missing := not_reached(record):
             print(missing)
     print(LIMITS.format(**numbers_of_limits()), end="")
+
+
+def print_steps(record: dict) -> None:
+    """How a record was made, and a table for each precision."""
+    print(environment(record))
+    for precision in dict.fromkeys(row["precision"] for row in record["rows"]):
+        print(steps([row for row in record["rows"] if row["precision"] == precision], precision))
 
 
 def environment(record: dict) -> str:
@@ -149,18 +152,15 @@ def steps(rows: list[dict], precision: str) -> str:
     return table([precision, "BackProp, ms", *methods, "FLOPs predict for cg3", "memory, cg3"], lines)
 
 
-def numbers_of_limits() -> dict[str, object]:
+def numbers_of_limits() -> dict[str, float]:
     """Milliseconds of BackProp's step of the MLP, and microseconds of an iteration."""
-    record = json.loads((BENCH / "h200.json").read_text())
+    rows = json.loads((BENCH / "h200.json").read_text())["rows"]
     took = {
         row["method"]: row["milliseconds"]
-        for row in record["rows"]
+        for row in rows
         if (row["network"], row["precision"]) == ("mlp-500", "tf32")
     }
-    return {
-        "step": took["backprop"],
-        "iteration": 1e3 * (took["cg10"] - took["cg3"]) / 7,
-    }
+    return {"step": took["backprop"], "iteration": 1e3 * (took["cg10"] - took["cg3"]) / 7}
 
 
 def over_the_limit() -> str:
@@ -203,18 +203,12 @@ def not_reached(record: dict) -> str:
 
 def goals(rows: list[dict], machine: str) -> str:
     """What was asked of the paper's two networks, what is measured, and what the paper reports."""
-    found = {
-        (
-            row["network"],
-            row["method"],
-            row["precision"],
-        ): f"{row['ratio']:.2f} ({row['low']:.2f}–{row['high']:.2f})"
-        for row in rows
-    }
+    found = {(row["network"], row["method"], row["precision"]): row for row in rows}
     precisions, lines = list(dict.fromkeys(row["precision"] for row in rows)), []
     for (network, where), wanted in GOALS.items():
         for method, goal in wanted.items() if where == machine else ():
-            measured = [found[network, method, precision] for precision in precisions]
+            of = [found[network, method, precision] for precision in precisions]
+            measured = [f"{row['ratio']:.2f} ({row['low']:.2f}–{row['high']:.2f})" for row in of]
             paper = str(PAPER[network].get(method, "–"))
             lines.append([f"{network} {method}", f"{goal:.2f}", *measured, paper])
     return table(

@@ -16,14 +16,12 @@ class Kernel:
         self.run: list[tuple] = []
 
     def __getitem__(self, grid: tuple[int, ...]):
-        return lambda *args, **constants: (
-            self.asked.append((grid, args, constants)) or Compiled(self, constants)
-        )
+        return lambda *args, **constants: self.asked.append((grid, args, constants)) or Compiled(self)
 
 
 class Compiled:
-    def __init__(self, kernel: Kernel, constants: dict) -> None:
-        self.kernel, self.constants = kernel, constants
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
 
     def __getitem__(self, grid: tuple[int, ...]):
         return lambda *args: self.kernel.run.append((grid, args))

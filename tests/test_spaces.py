@@ -157,6 +157,8 @@ def test_an_inverse_may_act_on_a_narrow_input_instead_of_the_gradient(bias: bool
     expected = transfer.gradient(transfer.from_samples(ready(transfer.to_samples(G)).value))
     found = transfer.direction(2.0 * ready.left, ready.right(transfer.to_samples(G)))
     assert transfer.is_narrow()
+    assert ready.failed is not None
+    assert not ready.failed.any()
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours is None) == (theirs is None)
         assert ours is None or relative_error(ours, 2 * theirs) < 1e-12

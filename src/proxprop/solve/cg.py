@@ -264,7 +264,7 @@ def sample_cg(
         rho = torch.addcmul(rho, length, image, value=-1, out=for_rho)
         K_rho = multiply(rho, for_K_rho)
         before, squared = squared, dot(rho, K_rho, sums, spare)
-        least = torch.mul(rho, rho, out=spare).mul_(noise).sum(sums, keepdim=True)
+        least = dot(rho, rho, sums, spare, noise)
         squared.masked_fill_(squared <= least, 0.0)
         ratio = quotient(squared, before, 0.0)
         pi = torch.addcmul(rho, ratio, pi, out=for_pi)
