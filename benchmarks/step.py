@@ -17,8 +17,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -31,6 +31,7 @@ from torch.utils.benchmark import Timer
 
 import proxprop
 from proxprop import CG, Exact, aside
+from proxprop.solve import blocked
 
 PRECISIONS = ("fp32", "tf32", "bf16")
 METHODS = ("cg1", "cg3", "cg10", "exact", "adam", "muon", "isaac")
@@ -104,7 +105,8 @@ def parse() -> argparse.Namespace:
 def measure(network: Network, options: argparse.Namespace, precision: str) -> list[Row]:
     """Time every method on one network, round by round."""
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    # TF32 holds all of a bfloat16 number, and it is torch's default for convolutions.
+    torch.backends.cudnn.allow_tf32 = precision != "fp32"
     variants = [("backprop", None)] + [(method, None) for method in options.methods]
     if options.spaces:
         variants += [(m, space) for m in options.methods if m in SOLVERS for space in SOLVERS[m].spaces]
@@ -261,13 +263,22 @@ def take_workspaces(device: str) -> None:
     if device == "cuda":
         layers = nn.Sequential(*(nn.Linear(64, 64, device=device) for _ in range(aside.STREAMS)))
         model = proxprop.convert(layers, CG(1), include_last=True)
-        with mock.patch.object(aside, "is_captured", as_if):
+        with as_if_captured():
             model(torch.ones(8, 64, device=device)).sum().backward()
 
 
-def as_if(tensor: torch.Tensor) -> bool:
-    """In the place of `aside.is_captured`; a mock would keep what it is asked about."""
-    return tensor.is_cuda
+@contextmanager
+def as_if_captured() -> Iterator[None]:
+    """Within, an eager step does what a captured one does; plain mocks would keep what they are asked about."""
+
+    def is_captured(tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda
+
+    with (
+        mock.patch.object(aside, "is_captured", is_captured),
+        mock.patch.object(blocked, "is_captured", is_captured),
+    ):
+        yield
 
 
 def held_memory(device: str) -> int:
@@ -284,7 +295,7 @@ def peak_memory(step: Callable, device: str, others: int, captures: bool = False
     if device == "cpu":
         step()
         return None
-    with mock.patch.object(aside, "is_captured", as_if) if captures else nullcontext():
+    with as_if_captured() if captures else nullcontext():
         step()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

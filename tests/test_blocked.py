@@ -72,24 +72,27 @@ def test_a_failure_does_not_hide_what_is_not_finite() -> None:
     assert found.failed.tolist() == twin.failed.tolist() == [False]
 
 
-def test_a_gpu_takes_blocks_for_one_large_system() -> None:
+def test_a_captured_step_takes_blocks_for_one_large_system() -> None:
     M, B = system(200, 7)
-    right = Exact().features(M.clone(), B, damping=1.0)
     with (
         mock.patch("proxprop.solve.blocked.has_parts", return_value=True),
         mock.patch("proxprop.solve.exact.by_blocks", wraps=by_blocks) as taken,
     ):
-        found = Exact().features(M.clone(), B, damping=1.0)
-        Exact().features(M.expand(2, -1, -1).clone(), B.expand(2, -1, -1), damping=1.0)
+        right = Exact().features(M.clone(), B, damping=1.0)
+        assert not taken.called
+        with mock.patch("proxprop.solve.blocked.is_captured", return_value=True):
+            found = Exact().features(M.clone(), B, damping=1.0)
+            Exact().features(M.expand(2, -1, -1).clone(), B.expand(2, -1, -1), damping=1.0)
     assert taken.call_count == 1
     assert relative_error(found.value, right.value) < 1e-12
 
 
-def test_a_gpu_inverts_one_large_matrix_by_blocks() -> None:
+def test_a_captured_step_inverts_one_large_matrix_by_blocks() -> None:
     M, _ = system(200, 7)
     right, _ = Inverse.of(Form(M.clone(), 0.5, 1.5))
     with (
         mock.patch("proxprop.solve.blocked.has_parts", return_value=True),
+        mock.patch("proxprop.solve.blocked.is_captured", return_value=True),
         mock.patch("proxprop.deferred.operator.by_blocks", wraps=by_blocks) as taken,
     ):
         found, failed = Inverse.of(Form(M.clone(), 0.5, 1.5))

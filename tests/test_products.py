@@ -4,11 +4,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cases import relative_error
 from proxprop import CG
 from proxprop.backward import solve
+from proxprop.nn.conv import geometry
 from proxprop.settings import Settings
 from proxprop.solve import products
 from proxprop.solve.products import (
@@ -23,7 +25,7 @@ from proxprop.solve.products import (
     transposed_product,
     transposed_square,
 )
-from proxprop.transfer import LinearTransfer
+from proxprop.transfer import ConvTransfer, ConvTransposeTransfer, LinearTransfer, conv
 
 SCALES = {
     "one scale": torch.ones(40),
@@ -175,6 +177,61 @@ def test_a_linear_transfer_takes_bfloat16_as_it_is(transposed: bool) -> None:
     for found, expected in zip(halved.gradient(G), whole.gradient(G.float()), strict=True):
         assert found.dtype == torch.float32
         assert relative_error(found, expected) < 1e-6
+
+
+CONVOLUTIONS = {
+    "short rows": nn.Conv2d(3, 4, 3, padding=1),
+    "strided": nn.Conv2d(3, 4, 3, stride=2),
+    "groups": nn.Conv2d(4, 6, 3, groups=2),
+    "circular": nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
+    "large kernel": nn.Conv1d(2, 3, 9, padding=4),
+    "volume": nn.Conv3d(2, 3, 2),
+    "no bias": nn.Conv2d(3, 4, 1, bias=False),
+    "transposed": nn.ConvTranspose2d(3, 4, 3, stride=2),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("device", ["as on a CPU", "as on a GPU"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_convolution_takes_bfloat16_as_it_is(
+    name: str, device: str, frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "as on a GPU":
+        monkeypatch.setattr(conv, "MULTIPLY_ROWS", ("cpu", "cuda"))
+        monkeypatch.setattr(conv, "FEW_NUMBERS", 0)
+    layer, generator = CONVOLUTIONS[name], torch.Generator().manual_seed(0)
+    dimensions = len(layer.kernel_size)
+    X = torch.randn(5, layer.in_channels, *[8] * dimensions, generator=generator).bfloat16()
+    G = torch.randn(layer(X.float()).shape, generator=generator).bfloat16()
+    kind = ConvTransposeTransfer if name == "transposed" else ConvTransfer
+    weight, bias = None if frozen else layer.weight.shape, layer.bias is not None
+    if frozen and not bias:
+        return
+    halved, whole = (kind(x, G.shape, weight, bias, geometry(layer)) for x in (X, X.float()))
+    groups, _, features, outputs = whole.sizes
+    V = torch.randn(groups, features, outputs, generator=generator)
+    assert halved.coarse
+    for found, expected in (
+        (halved.kernel(), whole.kernel()),
+        (halved.gram(), whole.gram()),
+        (halved.normal(V), whole.normal(V)),
+        (halved.to_samples(G), whole.to_samples(G.float())),
+        *zip(halved.gradient(G), whole.gradient(G.float()), strict=True),
+    ):
+        if expected is None:
+            assert found is None
+            continue
+        assert found.dtype == torch.float32
+        assert relative_error(found, expected) < 2e-6
+
+
+@pytest.mark.parametrize(("kernel", "transforms"), [(3, False), (31, True)])
+def test_large_kernels_are_worth_a_transform_in_bfloat16_too(kernel: int, transforms: bool) -> None:
+    layer = nn.Conv2d(2, 4, kernel, padding=kernel // 2)
+    X = torch.randn(4, 2, 32, 32).bfloat16()
+    found = ConvTransfer(X, torch.Size([4, 4, 32, 32]), layer.weight.shape, True, geometry(layer))
+    assert (found.gram_flops() is not None) == transforms
 
 
 @pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from proxprop.distributed import several_ranks
+from proxprop.kernels import is_captured
 from proxprop.solve import DIAGONAL, Ready
 
 STREAMS = 4
@@ -99,11 +100,6 @@ def pays(spaces: Sequence[str], output: Tensor, handles: Sequence[Tensor | None]
     trained = [handle for handle in handles if handle is not None and handle.requires_grad]
     unknowns = min(output.numel(), sum(handle.numel() for handle in trained))
     return unknowns <= MOST_UNKNOWNS and all(_can_wait(handle) for handle in trained)
-
-
-def is_captured(tensor: Tensor) -> bool:
-    """Whether what is done with a tensor goes into a CUDA graph; a fake one may claim to be on a device that is not."""
-    return tensor.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _can_wait(handle: Tensor) -> bool:

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from proxprop import kernels
-from proxprop.aside import Aside, Fork, is_captured, join_last, wait
+from proxprop.aside import Aside, Fork, join_last, wait
+from proxprop.kernels import is_captured
 from proxprop.settings import Settings
 from proxprop.solve import DIAGONAL, FEATURE, SAMPLE, Factored, Plan, Ready, plan
 from proxprop.solve.plan import remembered_plan

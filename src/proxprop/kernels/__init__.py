@@ -48,6 +48,11 @@ def tf32_allowed() -> bool:
     return torch.backends.cuda.matmul.fp32_precision not in ("none", "ieee")
 
 
+def is_captured(tensor: Tensor) -> bool:
+    """Whether what is done with a tensor goes into a CUDA graph; a fake one may claim to be on a device that is not."""
+    return tensor.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def on_its_device(launching: Launching[Arguments, Result]) -> Launching[Arguments, Result]:
     """Launch on the device of the first argument: Triton would take the current one."""
 

@@ -27,7 +27,7 @@ class ConvLayer(ProximalLayer):
         weight, bias = detached(conv.weight, conv.bias)
         output = conv._conv_forward(input, weight, bias)
         build = functools.partial(_conv_transfer, ConvTransfer, geometry(conv))
-        return self._attach(output, build, (input,), parameters)
+        return self._attach(output, build, (input,), parameters, bfloat16=True)
 
     def _parts(self) -> dict[str, Part]:
         walk = geometry(cast(nn.Conv2d, self))
@@ -69,7 +69,7 @@ class ConvTransposeLayer(ProximalLayer):
             input, weight, bias, stride, widths, extra, walk.groups, dilation
         )
         build = functools.partial(_conv_transfer, ConvTransposeTransfer, walk)
-        return self._attach(output, build, (input,), parameters)
+        return self._attach(output, build, (input,), parameters, bfloat16=True)
 
     def _parts(self) -> dict[str, Part]:
         walk = geometry(cast(nn.ConvTranspose2d, self))

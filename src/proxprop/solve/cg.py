@@ -120,7 +120,7 @@ class CG(Solver):
             return None
         values, vectors, weights = basis
         rows = values.add_(damping).unsqueeze(-2), weights.unsqueeze(-2) if weights is not None else None
-        return Factored(vectors, lambda B: on_diagonal(*rows, B.mT @ vectors, damping, self.iterations).mT)
+        return Factored(vectors, lambda B: on_diagonal(*rows, vectors, B, damping, self.iterations).mT)
 
     @property
     def _sums(self) -> tuple[int, ...]:
@@ -137,23 +137,39 @@ def by_rows(K: Tensor, G: Tensor, damping: float, iterations: int) -> Tensor:
     U, noise = G.new_empty(G.mT.shape), rounding(K)
     for columns, (out, *memory) in zip(G.split(block(U), dim=-1), blocks(U, arrays=5), strict=True):
         rho, pi, K_rho, K_pi, spare = memory
+        pi = out if iterations == 1 else pi  # then U is a multiple of it
         arrays = out, rho, pi, K_rho, K_pi, spare
         sample_cg(K, pi.copy_(columns.mT), damping, iterations, (-1,), noise, arrays)
     return U.mT
 
 
 def on_diagonal(
-    diagonal: Tensor, weights: Tensor | None, B: Tensor, damping: float, iterations: int
+    diagonal: Tensor, weights: Tensor | None, vectors: Tensor, B: Tensor, damping: float, iterations: int
 ) -> Tensor:
-    """`feature_cg` on a diagonal matrix, with outputs as rows; D is written over B."""
+    """`feature_cg` in a basis in which the matrix is diagonal, with outputs as rows, a block of them at a time.
+
+    Args:
+        diagonal: `[groups, 1, size]`.
+        weights: of an inner product's summands, `[groups, 1, size]`; None where all are 1.
+        vectors: the basis, `[groups, size, size]` as columns.
+        B: right-hand side `[groups, size, outputs]`, in the basis it came in.
+        damping: λ.
+        iterations: how many steps.
+
+    Returns:
+        `[groups, outputs, size]`, in that basis.
+    """
     if is_transformed(B):
-        normal, scale = normalize(B, (-1,))
+        normal, scale = normalize(B.mT @ vectors, (-1,))
         return feature_cg(diagonal.mul, normal, damping, iterations, (-1,), weights).mul_(scale)
-    for rows, residual, search, image, spare in blocks(B, arrays=4):
-        _, scale = normalize(rows, (-1,), spare, search)
-        apply, arrays = partial(torch.mul, diagonal, out=image), (rows, residual, search, spare)
+    D = B.new_empty(B.mT.shape)
+    for columns, (out, residual, search, image, spare) in zip(
+        B.split(block(D), dim=-1), blocks(D, arrays=4), strict=True
+    ):
+        _, scale = normalize(torch.bmm(columns.mT, vectors, out=image), (-1,), spare, search)
+        apply, arrays = partial(torch.mul, diagonal, out=image), (out, residual, search, spare)
         feature_cg(apply, search, damping, iterations, (-1,), weights, arrays).mul_(scale)
-    return B
+    return D
 
 
 def blocks(X: Tensor, arrays: int) -> Iterator[tuple[Tensor, ...]]:

@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from proxprop.solve.blocked import by_blocks, goes_by_blocks
-from proxprop.solve.factor import Factor, eliminates, factorize, inverse
+from proxprop.solve.factor import Factor, eliminates, factorize, inverse, substitute
 from proxprop.solve.products import transposed_product
 from proxprop.solve.solver import FEATURE, SAMPLE, Factored, Ready, Sizes, Solution, Solver
 
@@ -59,13 +58,6 @@ def prepared(M: Tensor, damping: float, outputs: int) -> Ready:
     return by_factor(factorize(M, damping), outputs)
 
 
-def _triangular_solves(L: Tensor, B: Tensor) -> Tensor:
-    """`(LLᵀ)⁻¹B` by two triangular solves; cholesky_solve's GPU kernel can't be captured in a CUDA graph."""
-    halfway = torch.linalg.solve_triangular(L, B, upper=False)
-    solved: Tensor = torch.linalg.solve_triangular(L.mT, halfway, upper=True)
-    return solved
-
-
 def by_factor(factor: Factor, outputs: int) -> Ready:
     """Return `B -> (λI + M)⁻¹B`; where the factorisation failed, `B / (λ + trace M)` instead.
 
@@ -75,9 +67,9 @@ def by_factor(factor: Factor, outputs: int) -> Ready:
     intact = factor.info.logical_not()
     divisor = factor.bound.masked_fill(intact, 1.0).view(-1, 1, 1)  # L is the identity elsewhere
     failed = (intact | factor.bound.isnan()).logical_not()
-    if outputs >= factor.L.shape[-1]:
+    if outputs >= factor.L.shape[-1] and not factor.L.is_cuda:
         return Factored(inverse(factor.L).div_(divisor), right=lambda B: B, failed=failed)
-    return lambda B: Solution(_triangular_solves(factor.L, B).div_(divisor), failed)
+    return lambda B: Solution(substitute(factor.L, B).div_(divisor), failed)
 
 
 def by_elimination(M: Tensor, damping: float, outputs: int) -> Ready:

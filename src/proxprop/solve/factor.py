@@ -68,10 +68,22 @@ def inverse_factor(K: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     return torch.where(broken[:, None, None], eye / bound.sqrt(), solved), broken & factor.bound.isfinite()
 
 
+def substitute(L: Tensor, B: Tensor) -> Tensor:
+    """`(LLᵀ)⁻¹B` by two triangular solves.
+
+    Those of cuBLAS are rounded to TF32 where products may be, which a solve magnifies; those of cuSOLVER are not, but
+    can't be captured in a CUDA graph.
+    """
+    eager = not (torch.compiler.is_compiling() or kernels.is_captured(L))
+    if L.is_cuda and len(L) == 1 and eager:
+        return torch.cholesky_solve(B, L)
+    halfway = torch.linalg.solve_triangular(L, B, upper=False)
+    solved: Tensor = torch.linalg.solve_triangular(L.mT, halfway, upper=True)
+    return solved
+
+
 def inverse(L: Tensor) -> Tensor:
-    """`(LLᵀ)⁻¹`: with as many right-hand sides as rows, one product with it beats two triangular solves."""
+    """`(LLᵀ)⁻¹`: with as many right-hand sides as rows, a CPU multiplies by it faster than it substitutes."""
     if L.is_cuda:  # cholesky_inverse's GPU kernel can't be captured in a CUDA graph
-        eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
-        halfway: Tensor = torch.linalg.solve_triangular(L, eye, upper=False)
-        return halfway.mT @ halfway
+        return substitute(L, torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L))
     return torch.cholesky_inverse(L)

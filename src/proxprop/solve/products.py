@@ -59,11 +59,10 @@ def transposed_product(left: Tensor, right: Tensor | None = None, precise: bool 
 
 def square(A: Tensor) -> Tensor:
     """`AAᵀ [groups, samples, samples]` for A `[groups, samples, features]`; in float32 where A is bfloat16."""
-    if A.dtype == torch.bfloat16 and (not A.is_cuda or torch.compiler.is_compiling()):
-        A = A.float()
     if _half_pays(A, A.shape[-2]):
-        return _half(A)
-    if A.is_cuda and len(A) == 1 and 2.0 * A.numel() * A.shape[1] > LEAST_FLOPS_OF_A_SQUARE:
+        return _half(A.to(torch.promote_types(A.dtype, torch.float32)))
+    large = 2.0 * A.numel() * A.shape[1] > LEAST_FLOPS_OF_A_SQUARE
+    if A.is_cuda and len(A) == 1 and large and A.dtype != torch.bfloat16:
         return transposed_product(A[0].mT.contiguous())[None]
     return multiply(A, A.mT)
 
@@ -73,7 +72,7 @@ def transposed_square(A: Tensor) -> Tensor:
     if _half_pays(A, A.shape[-1]):
         return _half(A.mT.to(torch.promote_types(A.dtype, torch.float32)))
     if len(A) > 1:
-        return A.mT @ A
+        return multiply(A.mT, A)
     float16_pays = kernels.multiply(A) and kernels.tf32_allowed() and min(A.shape[1:]) >= LEAST_FOR_FLOAT16
     return (square_in_float16 if float16_pays else transposed_product)(A[0])[None]
 
@@ -140,7 +139,7 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
     product = torch.bmm if left.dim() == 3 else torch.mm
     if left.dtype not in (torch.bfloat16, torch.float16):
         return product(left, right)
-    if left.is_cuda:
+    if left.is_cuda and not torch.compiler.is_compiling():
         return product(left, right, out_dtype=torch.float32)
     return product(left.float(), right.float())
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from proxprop.kernels import up
 from proxprop.solve.products import square, transposed_square
-from proxprop.transfer.transfer import Parameters, Transfer
+from proxprop.transfer.transfer import Parameters, Transfer, wide
 
 ALIGNED = 8
 """Rows of S begin at multiples of this many numbers: a GPU multiplies by rows that don't at a fraction of its speed."""
@@ -37,7 +37,7 @@ class Affine(Transfer):
         """`K = AAᵀ`; the ones column adds 1 to every entry."""
         groups, samples, _, _ = self.sizes
         A = self.rows()
-        K = square(A) if self.weight_shape else A.new_zeros(groups, samples, samples)
+        K = square(A) if self.weight_shape else A.new_zeros(groups, samples, samples, dtype=wide(A))
         return K.add_(1.0) if self.bias else K
 
     def gram(self) -> Tensor:

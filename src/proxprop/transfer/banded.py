@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from proxprop.solve.products import in_parts, multiply
 from proxprop.transfer.autocorrelation import GEOMETRIES
+from proxprop.transfer.transfer import wide
 
 FEW_NUMBERS = 3 * 2**19
 """Products of rows exist a few channels at a time: so many numbers (6 MiB), or the input's where those are more."""
@@ -102,9 +103,8 @@ def _block(left: Tensor, right: Tensor, height: Axis, width: Axis, numbers: int)
         `[c, i, i across, c', j, j across]`.
     """
     here, lags, across = left.shape[1], height.kernel, width.kernel
-    dtype = torch.float32 if left.dtype == torch.bfloat16 else left.dtype
-    seen = _seen(height, dtype, left.device).mT
-    together = _together(width, dtype, left.device)
+    seen = _seen(height, wide(left), left.device).mT
+    together = _together(width, wide(left), left.device)
     Z = _summed_over_rows(left.flatten(1, 2), right, seen, numbers)
     Z = Z.view(lags, here, width.size, lags, -1, width.size).permute(0, 3, 1, 4, 2, 5)
     S = Z.reshape(-1, width.size**2) @ together
@@ -127,8 +127,9 @@ def _summed_over_rows(left: Tensor, right: Tensor, seen: Tensor, numbers: int) -
 
 def sums(x: Tensor, height: Axis, width: Axis) -> Tensor:
     """Column sums of the patches `[channels·kernel]`."""
-    down, across = _seen(height, x.dtype, x.device), _seen(width, x.dtype, x.device)
-    return (down.mT @ x.sum(0) @ across).flatten()
+    total = x.sum(0, dtype=wide(x))
+    down, across = (_seen(axis, total.dtype, x.device) for axis in (height, width))
+    return (down.mT @ total @ across).flatten()
 
 
 @lru_cache(maxsize=GEOMETRIES)

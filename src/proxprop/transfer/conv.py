@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import functional, grad
 
 from proxprop.solve import Sizes
+from proxprop.solve.products import transposed_square
 from proxprop.transfer import autocorrelation, banded
 from proxprop.transfer.affine import Affine
-from proxprop.transfer.transfer import OWN_PRICE_ON_A_GPU, Parameters
+from proxprop.transfer.transfer import OWN_PRICE_ON_A_GPU, Parameters, wide
 
 CONVOLVE = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 WEIGHT_GRADIENT = {1: grad.conv1d_weight, 2: grad.conv2d_weight, 3: grad.conv3d_weight}
@@ -24,6 +25,9 @@ FEW_NUMBERS = 2**17
 
 TRANSFORM_PRICE_ON_A_GPU = 12.0
 """FLOPs of a product on tensor cores that take a GPU as long as one of a Fourier transform and what goes with it."""
+
+TRANSFORM_PRICE_IN_BFLOAT16 = 72.0
+"""The same where the product is one of bfloat16 numbers, not of six of their like."""
 
 MULTIPLY_ROWS = ("cuda",)
 """Devices where products of image rows make S: a transform takes a GPU more launches, and a CPU fewer FLOPs."""
@@ -69,7 +73,8 @@ class ConvTransfer(Affine):
     """`Y = conv(X, W) + b`.
 
     Args:
-        input: `[batch, channels, *space]` or unbatched `[channels, *space]`, in the precision to solve in.
+        input: `[batch, channels, *space]` or unbatched `[channels, *space]`, in the precision to solve in, or in
+            bfloat16 where that is what it came in, as in `LinearTransfer`.
         output_shape: shape of the layer's output.
         weight_shape: `[groups·outputs, channels/groups, *kernel]`, or None where the weight is not trained.
         bias: whether there is a bias to train.
@@ -87,6 +92,7 @@ class ConvTransfer(Affine):
         super().__init__(weight_shape, bias)
         self.dimensions = len(geometry.kernel)
         self.output_shape = output_shape
+        self.coarse = input.dtype == torch.bfloat16
         channels, *positions = output_shape[-self.dimensions - 1 :]
         self.batched = input if input.dim() == self.dimensions + 2 else input[None]
         if not geometry.pads_by_kernel:  # done once, so that all that follows may leave padding to the kernel
@@ -110,21 +116,21 @@ class ConvTransfer(Affine):
         """`S = AᵀA`, from products of image rows, from autocorrelations, or from patches of some images at a time."""
         groups, samples, features, _ = self.sizes
         if self.weight_shape is None:
-            return self.batched.new_full((groups, 1, 1), float(samples))
+            return self.batched.new_full((groups, 1, 1), float(samples), dtype=wide(self.batched))
         if self._bands():
             S = banded.gram(self.batched, *self._axes())[None]
             return self._border(S, banded.sums(self.batched, *self._axes())) if self.bias else S
         if self._correlates():
-            image, walks = self.batched.unflatten(1, (groups, -1)), self._walks()
+            image, walks = self._widened().unflatten(1, (groups, -1)), self._walks()
             S = autocorrelation.gram(image, walks)
             return self._border(S, autocorrelation.sums(image, walks)) if self.bias else S
-        inputs = features - self.bias
-        S = self.batched.new_zeros(groups, inputs, inputs)
-        sums = self.batched.new_zeros(groups, inputs)
+        inputs, dtype = features - self.bias, wide(self.batched)
+        S = self.batched.new_zeros(groups, inputs, inputs, dtype=dtype)
+        sums = self.batched.new_zeros(groups, inputs, dtype=dtype)
         for A in self._blocks():
-            S.baddbmm_(A.mT, A)
+            S += transposed_square(A)
             if self.bias:
-                sums += A.sum(-2)
+                sums += A.sum(-2, dtype=dtype)
         return self._border(S, sums) if self.bias else S
 
     def sampled_rows(self, index: Tensor) -> Tensor:
@@ -145,26 +151,34 @@ class ConvTransfer(Affine):
             assert bias is not None
             return bias.view(-1, *[1] * self.dimensions).expand(self.output_shape)
         g = self.geometry
-        Y = CONVOLVE[self.dimensions](self.batched, weight, bias, g.stride, g.widths, g.dilation, g.groups)
+        Y = CONVOLVE[self.dimensions](self._widened(), weight, bias, g.stride, g.widths, g.dilation, g.groups)
         return Y.view(self.output_shape)
 
     def gradient(self, G: Tensor) -> Parameters:
-        """The convolution's own weight gradient, and G summed over images and positions."""
-        G = G.reshape(self.batched_shape)
+        """The convolution's own weight gradient, and G summed over images and positions.
+
+        Not from bfloat16 numbers: a kernel that takes those would round the gradient to their like, and a solve
+        magnifies that.
+        """
+        G = G.reshape(self.batched_shape).to(wide(G))
         weight = self._weight_gradient(G, self.weight_shape) if self.weight_shape is not None else None
         return weight, G.sum([0, *range(2, G.dim())]) if self.bias else None
 
     def _weight_gradient(self, G: Tensor, shape: torch.Size) -> Tensor:
         g = self.geometry
         gradient: Tensor = WEIGHT_GRADIENT[self.dimensions](
-            self.batched, shape, G, g.stride, g.widths, g.dilation, g.groups
+            self._widened(), shape, G, g.stride, g.widths, g.dilation, g.groups
         )
         return gradient
+
+    def _widened(self) -> Tensor:
+        """The input in the precision to solve in."""
+        return self.batched.to(wide(self.batched))
 
     def to_samples(self, G: Tensor) -> Tensor:
         """Channels last, one sample for each image and position, split by groups."""
         groups, samples, _, outputs = self.sizes
-        split = G.reshape(self.batched_shape[0], groups, outputs, -1)
+        split = G.to(wide(G)).reshape(self.batched_shape[0], groups, outputs, -1)
         return split.permute(1, 0, 3, 2).reshape(groups, samples, outputs)
 
     def from_samples(self, U: Tensor) -> Tensor:
@@ -180,15 +194,12 @@ class ConvTransfer(Affine):
         batch, channels = self.batched.shape[:2]
         if self._bands():
             return banded.flops(*self._axes(), batch, channels)
-        if not self._correlates():
-            return None
-        groups = self.sizes.groups
-        return autocorrelation.flops(self._walks(), batch, groups, channels // groups)
+        return self._transform_flops() if self._correlates() else None
 
     def gram_price(self) -> float:
         """High for transforms on a GPU."""
         transforms = self.weight_shape is not None and not self._bands() and self._correlates()
-        return TRANSFORM_PRICE_ON_A_GPU if transforms and self.batched.is_cuda else 1.0
+        return self._transform_price() if transforms and self.batched.is_cuda else 1.0
 
     def own_price(self) -> float:
         """Higher on a GPU."""
@@ -216,7 +227,19 @@ class ConvTransfer(Affine):
         groups, samples, features, _ = self.sizes
         if self.batched.device.type == "cpu" and groups * samples * features <= FEW_NUMBERS:
             return False
-        return autocorrelation.applies(self._walks())
+        return autocorrelation.applies(self._walks()) and not (self.coarse and self._patches_pay())
+
+    def _patches_pay(self) -> bool:
+        """Whether products of bfloat16 patches are faster than a transform, for which they are copied to float32."""
+        groups, samples, features, _ = self.sizes
+        return 2.0 * groups * samples * features**2 < self._transform_price() * self._transform_flops()
+
+    def _transform_flops(self) -> float:
+        (batch, channels), groups = self.batched.shape[:2], self.sizes.groups
+        return autocorrelation.flops(self._walks(), batch, groups, channels // groups)
+
+    def _transform_price(self) -> float:
+        return TRANSFORM_PRICE_IN_BFLOAT16 if self.coarse else TRANSFORM_PRICE_ON_A_GPU
 
     def _is_stand_in(self) -> bool:
         """Whether this is a trace, or a tensor without numbers, rather than a call."""

@@ -34,7 +34,7 @@ class ConvTransposeTransfer(ConvTransfer):
             return super().output(parameters)
         g = self.geometry
         Y = CONVOLVE_TRANSPOSED[self.dimensions](
-            self.batched, weight, bias, g.stride, g.widths, self._extra(), g.groups, g.dilation
+            self._widened(), weight, bias, g.stride, g.widths, self._extra(), g.groups, g.dilation
         )
         return Y.view(self.output_shape)
 
@@ -42,7 +42,7 @@ class ConvTransposeTransfer(ConvTransfer):
         """That of the convolution that maps the output back to the input."""
         g = self.geometry
         gradient: Tensor = WEIGHT_GRADIENT[self.dimensions](
-            G, shape, self.batched, g.stride, g.widths, g.dilation, g.groups
+            G, shape, self._widened(), g.stride, g.widths, g.dilation, g.groups
         )
         return gradient
 

@@ -7,7 +7,7 @@ from torch.nn import functional
 from proxprop.solve import Sizes
 from proxprop.solve.products import transposed_product
 from proxprop.transfer.affine import Affine
-from proxprop.transfer.transfer import OWN_PRICE_ON_A_GPU, Parameters
+from proxprop.transfer.transfer import OWN_PRICE_ON_A_GPU, Parameters, wide
 
 
 class LinearTransfer(Affine):
@@ -45,7 +45,7 @@ class LinearTransfer(Affine):
 
     def to_samples(self, G: Tensor) -> Tensor:
         """Leading dimensions flattened."""
-        return super().to_samples(G.float() if G.dtype == torch.bfloat16 else G)
+        return super().to_samples(G.to(wide(G)))
 
     def own_price(self) -> float:
         """Higher on a GPU."""
@@ -67,8 +67,7 @@ class LinearTransfer(Affine):
     def gradient(self, G: Tensor) -> Parameters:
         """`GᵀX` and the column sums of G, which is freed before that product where the caller does not keep it."""
         G = G.reshape(-1, G.shape[-1])
-        dtype = torch.float32 if G.dtype == torch.bfloat16 else G.dtype
-        bias = G.sum(0, dtype=dtype) if self.bias else None
+        bias = G.sum(0, dtype=wide(G)) if self.bias else None
         if self.weight_shape is None:
             return None, bias
         given = [G]
