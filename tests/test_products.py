@@ -186,6 +186,7 @@ CONVOLUTIONS = {
     "circular": nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
     "large kernel": nn.Conv1d(2, 3, 9, padding=4),
     "volume": nn.Conv3d(2, 3, 2),
+    "few samples": nn.Conv2d(30, 4, 7),
     "no bias": nn.Conv2d(3, 4, 1, bias=False),
     "transposed": nn.ConvTranspose2d(3, 4, 3, stride=2),
 }
@@ -197,6 +198,7 @@ CONVOLUTIONS = {
 def test_a_convolution_takes_bfloat16_as_it_is(
     name: str, device: str, frozen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(conv, "BLOCK", 2**11)  # a few images
     if device == "as on a GPU":
         monkeypatch.setattr(conv, "MULTIPLY_ROWS", ("cpu", "cuda"))
         monkeypatch.setattr(conv, "FEW_NUMBERS", 0)
@@ -212,9 +214,13 @@ def test_a_convolution_takes_bfloat16_as_it_is(
     groups, _, features, outputs = whole.sizes
     V = torch.randn(groups, features, outputs, generator=generator)
     assert halved.coarse
+    S, together = halved.normal_equations(G)
     for found, expected in (
         (halved.kernel(), whole.kernel()),
         (halved.gram(), whole.gram()),
+        (S, whole.gram()),
+        *zip(together, whole.gradient(G.float()), strict=True),
+        *zip(halved.gradient(whole.from_samples(whole.to_samples(G.float()))), together, strict=True),
         (halved.normal(V), whole.normal(V)),
         (halved.to_samples(G), whole.to_samples(G.float())),
         *zip(halved.gradient(G), whole.gradient(G.float()), strict=True),

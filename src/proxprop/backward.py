@@ -165,11 +165,10 @@ class Call:
         return direction.parameters
 
 
-def prepare(transfer: Transfer, settings: Settings, space: str) -> Ready:
-    """Do all of a solve in sample or feature space that needs the layer's input alone."""
+def prepare(transfer: Transfer, settings: Settings) -> Ready:
+    """Do all of a solve in sample space that needs the layer's input alone."""
     samples, outputs = transfer.sizes.samples, transfer.sizes.outputs
-    M = transfer.kernel() if space == SAMPLE else transfer.gram()
-    return settings.solver.prepared(space, M, settings.damping(samples), outputs)
+    return settings.solver.prepared(SAMPLE, transfer.kernel(), settings.damping(samples), outputs)
 
 
 def solve(transfer: Transfer, G: Tensor, settings: Settings, ready: Ready | None = None) -> Direction:
@@ -179,20 +178,20 @@ def solve(transfer: Transfer, G: Tensor, settings: Settings, ready: Ready | None
         transfer: the layer's call.
         G: gradient of the loss at the layer's output, in the output's layout.
         settings: the user's choices.
-        ready: what was prepared for it.
+        ready: what was prepared for it, in sample space.
 
     Returns:
         The direction, in the shapes of the layer's parameters.
     """
-    samples = transfer.sizes.samples
+    _, samples, features, outputs = transfer.sizes
     chosen = planned(transfer, settings)
     damping, factor = settings.damping(samples), settings.factor(samples)
-    if samples == 0 or transfer.sizes.features == 0:
+    if samples == 0 or features == 0:
         return Direction(transfer.gradient(G), chosen, None)
     if chosen.space == DIAGONAL:
         return Direction(transfer.divide(G, damping, factor), chosen, None)
     if chosen.space == SAMPLE:
-        ready = ready or prepare(transfer, settings, SAMPLE)
+        ready = ready or prepare(transfer, settings)
         if isinstance(ready, Factored) and isinstance(transfer, LinearTransfer) and transfer.is_narrow():
             left = ready.left if factor == 1.0 else ready.left * factor
             parameters = transfer.direction(left, ready.right(transfer.to_samples(G)))
@@ -201,10 +200,13 @@ def solve(transfer: Transfer, G: Tensor, settings: Settings, ready: Ready | None
         given = [transfer.from_samples(U)]
         del U  # so that what it is given to can free it
         return Direction(transfer.gradient(given.pop()), chosen, failed)
-    B = transfer.to_features(transfer.gradient(G))
     if chosen.space == FEATURE:
-        found = (ready or prepare(transfer, settings, FEATURE))(B)
+        S, gradient = transfer.normal_equations(G)
+        ready, B = settings.solver.prepared(FEATURE, S, damping, outputs), transfer.to_features(gradient)
+        del S, gradient  # what is not needed any more need not outlive this
+        found = ready(B)
     else:
+        B = transfer.to_features(transfer.gradient(G))
         found = settings.solver.matrix_free(transfer.normal, B, damping)
     V, failed = found.times(factor)
     return Direction(transfer.from_features(V), chosen, failed)
@@ -357,7 +359,7 @@ def prepare_aside(ctx: Any) -> None:
         output = torch.empty((), dtype=dtype, device=device).expand(shape)
         transfer, _ = call.transfer(saved, output, trained_shapes(ctx))
         if transfer.sizes.features and planned(transfer, call.settings).space == SAMPLE:
-            call.aside.ready = prepare(transfer, call.settings, SAMPLE)
+            call.aside.ready = prepare(transfer, call.settings)
 
 
 def refuse_transforms(layer: str) -> None:

@@ -35,8 +35,10 @@ class Affine(Transfer):
 
     def kernel(self) -> Tensor:
         """`K = AAᵀ`; the ones column adds 1 to every entry."""
+        return self._kernel(self.rows())
+
+    def _kernel(self, A: Tensor) -> Tensor:
         groups, samples, _, _ = self.sizes
-        A = self.rows()
         K = square(A) if self.weight_shape else A.new_zeros(groups, samples, samples, dtype=wide(A))
         return K.add_(1.0) if self.bias else K
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional, grad
 
 from proxprop.solve import Sizes
-from proxprop.solve.products import transposed_square
+from proxprop.solve.products import transposed_product, transposed_square
 from proxprop.transfer import autocorrelation, banded
 from proxprop.transfer.affine import Affine
 from proxprop.transfer.transfer import OWN_PRICE_ON_A_GPU, Parameters, wide
@@ -110,11 +110,15 @@ class ConvTransfer(Affine):
         """The unfolded patches `[groups, batch·positions, channels/groups·kernel]`."""
         if self.weight_shape is None:
             return self.batched.new_empty(self.sizes.groups, self.sizes.samples, 0)
-        return self._unfold(self._padded())
+        return self._channels_first(self._unfold(self._padded()), 2)
+
+    def kernel(self) -> Tensor:
+        """`K = AAᵀ`, for which any order of the features will do."""
+        return self._kernel(self._unfold(self._padded()) if self.weight_shape else self.rows())
 
     def gram(self) -> Tensor:
         """`S = AᵀA`, from products of image rows, from autocorrelations, or from patches of some images at a time."""
-        groups, samples, features, _ = self.sizes
+        groups, samples, _, _ = self.sizes
         if self.weight_shape is None:
             return self.batched.new_full((groups, 1, 1), float(samples), dtype=wide(self.batched))
         if self._bands():
@@ -124,14 +128,36 @@ class ConvTransfer(Affine):
             image, walks = self._widened().unflatten(1, (groups, -1)), self._walks()
             S = autocorrelation.gram(image, walks)
             return self._border(S, autocorrelation.sums(image, walks)) if self.bias else S
+        return self._from_patches()[0]
+
+    def normal_equations(self, G: Tensor) -> tuple[Tensor, Parameters]:
+        """S and the gradient, from the same patches where those are what S comes from, in bfloat16."""
+        if self.weight_shape is None or not self._takes_patches() or self._bands() or self._correlates():
+            return super().normal_equations(G)
+        G = G.reshape(self.batched_shape)
+        S, weight = self._from_patches(G)
+        return S, (weight.view(self.weight_shape), self._bias_gradient(G))
+
+    def _from_patches(self, G: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """S, and for one group the weight gradient `[outputs, features]`, from patches of some images at a time.
+
+        Args:
+            G: `[batch, outputs, *positions]`; without it there is no gradient.
+        """
+        groups, _, features, outputs = self.sizes
         inputs, dtype = features - self.bias, wide(self.batched)
         S = self.batched.new_zeros(groups, inputs, inputs, dtype=dtype)
         sums = self.batched.new_zeros(groups, inputs, dtype=dtype)
-        for A in self._blocks():
+        weight = self.batched.new_zeros(outputs if G is not None else 0, inputs, dtype=dtype)
+        for number, A in enumerate(self._blocks()):
             S += transposed_square(A)
             if self.bias:
                 sums += A.sum(-2, dtype=dtype)
-        return self._border(S, sums) if self.bias else S
+            if G is not None:
+                some = G[number * self._images() :][: self._images()]
+                weight += transposed_product(some.flatten(2).mT.reshape(-1, outputs), A[0])
+        S, sums = self._channels_first(self._channels_first(S, 1), 2), self._channels_first(sums, 1)
+        return self._border(S, sums) if self.bias else S, self._channels_first(weight, 1)
 
     def sampled_rows(self, index: Tensor) -> Tensor:
         """Some of the patches, cut out without unfolding the others."""
@@ -155,21 +181,31 @@ class ConvTransfer(Affine):
         return Y.view(self.output_shape)
 
     def gradient(self, G: Tensor) -> Parameters:
-        """The convolution's own weight gradient, and G summed over images and positions.
-
-        Not from bfloat16 numbers: a kernel that takes those would round the gradient to their like, and a solve
-        magnifies that.
-        """
-        G = G.reshape(self.batched_shape).to(wide(G))
+        """The convolution's own weight gradient, and G summed over images and positions."""
+        G = G.reshape(self.batched_shape)
         weight = self._weight_gradient(G, self.weight_shape) if self.weight_shape is not None else None
-        return weight, G.sum([0, *range(2, G.dim())]) if self.bias else None
+        return weight, self._bias_gradient(G)
+
+    def _bias_gradient(self, G: Tensor) -> Tensor | None:
+        return G.sum([0, *range(2, G.dim())], dtype=wide(G)) if self.bias else None
 
     def _weight_gradient(self, G: Tensor, shape: torch.Size) -> Tensor:
+        if self._takes_patches() and self.sizes.samples <= self.sizes.features:
+            weight = transposed_product(self.to_samples(G)[0], self._unfold(self._padded())[0])
+            return self._channels_first(weight, 1).view(shape)
         g = self.geometry
         gradient: Tensor = WEIGHT_GRADIENT[self.dimensions](
-            self._widened(), shape, G, g.stride, g.widths, g.dilation, g.groups
+            self._widened(), shape, G.to(wide(G)), g.stride, g.widths, g.dilation, g.groups
         )
         return gradient
+
+    def _takes_patches(self) -> bool:
+        """Whether gradients may come from patches, for which few samples need little memory.
+
+        They are in bfloat16, and the convolution's own kernel takes those only if it may round what it returns to
+        bfloat16, which a solve magnifies. In float32 it needs a copy, and may round a solution to TF32.
+        """
+        return self.coarse and self.sizes.groups == 1
 
     def _widened(self) -> Tensor:
         """The input in the precision to solve in."""
@@ -254,13 +290,14 @@ class ConvTransfer(Affine):
         ]
 
     def _blocks(self) -> Iterator[Tensor]:
-        """Rows of a few images at a time."""
-        patches_of_one_image = (
-            self.sizes.groups * self.sizes.samples * self.sizes.features // len(self.batched)
-        )
-        images = max(1, BLOCK // max(1, patches_of_one_image))
-        for block in self._padded().split(images):
+        """Patches of a few images at a time."""
+        for block in self._padded().split(self._images()):
             yield self._unfold(block)
+
+    def _images(self) -> int:
+        """How many that is."""
+        groups, samples, features, _ = self.sizes
+        return max(1, BLOCK // max(1, groups * samples * features // len(self.batched)))
 
     def _padded(self) -> Tensor:
         """What patches are cut from."""
@@ -271,15 +308,28 @@ class ConvTransfer(Affine):
         return self._patches(padded, self.geometry.stride)
 
     def _patches(self, padded: Tensor, stride: tuple[int, ...], reverse: bool = False) -> Tensor:
-        """Patches `[groups, batch·positions, features]` of a padded input, by strided views and one copy."""
+        """Patches `[groups, batch·positions, features]` of a padded input, by strided views and one copy.
+
+        The features are in the order of a weight, or channels last where numbers are so short that a GPU takes longer
+        to find than to copy them: then those that are copied together lie together.
+        """
         g, d = self.geometry, self.dimensions
+        if self.coarse:
+            padded = padded.movedim(1, -1).contiguous().movedim(-1, 1)
         windows = self._windows(padded, stride)
         if reverse:
             windows = windows.flip(list(range(2 + d, 2 + 2 * d)))
         patches: Tensor = windows.unflatten(1, (g.groups, -1))
         positions, kernel = range(3, 3 + d), range(3 + d, 3 + 2 * d)
-        patches = patches.permute(1, 0, *positions, 2, *kernel)
+        patches = patches.permute(1, 0, *positions, *((*kernel, 2) if self.coarse else (2, *kernel)))
         return patches.reshape(g.groups, -1, self.sizes.features - self.bias)
+
+    def _channels_first(self, array: Tensor, dim: int) -> Tensor:
+        """Features in the order of a weight, from that of patches."""
+        if not self.coarse:
+            return array
+        split: Tensor = array.unflatten(dim, (prod(self.geometry.kernel), -1))
+        return split.transpose(dim, dim + 1).flatten(dim, dim + 1)
 
     def _windows(self, padded: Tensor, stride: tuple[int, ...]) -> Tensor:
         """Views `[batch, channels, *positions, *kernel]` of a padded input `[batch, channels, *space]`."""

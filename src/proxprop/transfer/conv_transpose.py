@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from proxprop.transfer.conv import WEIGHT_GRADIENT, ConvTransfer
-from proxprop.transfer.transfer import Parameters
+from proxprop.transfer.transfer import Parameters, wide
 
 CONVOLVE_TRANSPOSED = {
     1: functional.conv_transpose1d,
@@ -42,9 +42,13 @@ class ConvTransposeTransfer(ConvTransfer):
         """That of the convolution that maps the output back to the input."""
         g = self.geometry
         gradient: Tensor = WEIGHT_GRADIENT[self.dimensions](
-            G, shape, self._widened(), g.stride, g.widths, g.dilation, g.groups
+            G.to(wide(G)), shape, self._widened(), g.stride, g.widths, g.dilation, g.groups
         )
         return gradient
+
+    def _takes_patches(self) -> bool:
+        """A weight is laid out in another way here."""
+        return False
 
     def _correlates(self) -> bool:
         """Not worth it: most of the spread-out input is zeros."""

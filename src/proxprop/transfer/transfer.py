@@ -60,6 +60,11 @@ class Transfer(ABC):
         """`S = AᵀA [groups, features, features]`, freshly made."""
         raise NotImplementedError(f"{type(self).__name__} has no feature space")
 
+    def normal_equations(self, G: Tensor) -> tuple[Tensor, Parameters]:
+        """`S` and `AᵀG`, together where that is less work."""
+        gradient = self.gradient(G)
+        return self.gram(), gradient
+
     def gram_flops(self) -> float | None:
         """FLOPs of `gram`, where it is not the plain product of rows."""
         return None
