@@ -66,12 +66,11 @@ method it ran after.
 
 LIMITS = """## Where it falls short, and what limits it
 
-- **GPU memory in bf16**: a convolution's inputs are copied to float32, those of several layers at a time where they are
-  solved beside the backward pass.
 - **GPU in TF32, the MLP**: BackProp's whole step takes {step:.2f} ms there. An iteration takes {iteration:.0f} µs for
   all layers, much of it for four arrays that are read and written between two products. An exact step waits for 500
   pivots, one after the other, though layers do so at the same time.
-- **GPU in bf16**: the same, and stronger: BackProp's products take half the time, a solve's do not.
+- **GPU in bf16**: the same, and stronger: BackProp's products take half the time, a solve's do not. A convolution's
+  patches are unfolded, which takes longer than their product.
 - **GPU, the MLP at batch 5000**: bound by FLOPs; half of S would do, for which cuBLAS has no call in parts.
 - **GPU, exact with thousands of features** (ResNet-18, the GPT-2 block): much of a solve by blocks waits for pivots, a
   diagonal block after the other, which could be factorised while the rest is still being updated.
@@ -83,11 +82,10 @@ LIMITS = """## Where it falls short, and what limits it
   gaining as much.
 - **CPU, convolutions**: most of the extra time is S, and of that products with narrow matrices of cosines; at batch 50
   it is bound by calls.
-- **Eager GPU steps** are bound by the host, which has several dozen small kernels to launch for a layer, and for an
-  exact solve with thousands of features hundreds. `torch.cuda.make_graphed_callables(model, (x,))` is one line and
-  takes that away, as the tables above show; a step that can't be captured can take S from one step in ten
-  ([running.md](running.md)). Large systems of eager steps might better go to cuSOLVER, which is slower on the GPU but
-  has the host launch less.
+- **Eager GPU steps** are bound by the host, which has several dozen small kernels to launch for a layer.
+  `torch.cuda.make_graphed_callables(model, (x,))` is one line and takes that away, as the tables above show; a step
+  that can't be captured can take S from one step in ten ([running.md](running.md)). Exact systems with thousands of
+  features go to cuSOLVER there, which has the host launch less, and by blocks only in a captured step.
 - **The cost model counts FLOPs**, by three prices on a GPU; not launches or bytes.
 """
 
