@@ -232,6 +232,17 @@ def test_a_convolution_takes_bfloat16_as_it_is(
         assert relative_error(found, expected) < 2e-6
 
 
+@pytest.mark.parametrize("name", ["short rows", "transposed"])
+def test_no_images_at_all_give_no_gradient_in_bfloat16_either(name: str) -> None:
+    layer = CONVOLUTIONS[name]
+    X = torch.empty(0, layer.in_channels, 8, 8).bfloat16()
+    G = layer(X.float()).bfloat16()
+    kind = ConvTransposeTransfer if name == "transposed" else ConvTransfer
+    found = kind(X, G.shape, layer.weight.shape, True, geometry(layer)).gradient(G)
+    assert [gradient.dtype for gradient in found] == [torch.float32] * 2
+    assert not any(bool(gradient.any()) for gradient in found)
+
+
 @pytest.mark.parametrize(("kernel", "transforms"), [(3, False), (31, True)])
 def test_large_kernels_are_worth_a_transform_in_bfloat16_too(kernel: int, transforms: bool) -> None:
     layer = nn.Conv2d(2, 4, kernel, padding=kernel // 2)

@@ -205,7 +205,7 @@ class ConvTransfer(Affine):
         They are in bfloat16, and the convolution's own kernel takes those only if it may round what it returns to
         bfloat16, which a solve magnifies. In float32 it needs a copy, and may round a solution to TF32.
         """
-        return self.coarse and self.sizes.groups == 1
+        return self.coarse and self.sizes.groups == 1 and self.sizes.samples > 0
 
     def _widened(self) -> Tensor:
         """The input in the precision to solve in."""
