@@ -82,7 +82,8 @@ LIMITS = """## Where it falls short, and what limits it
   gaining as much.
 - **CPU, convolutions**: most of the extra time is S, and of that products with narrow matrices of cosines; at batch 50
   it is bound by calls.
-- **Eager GPU steps** are bound by the host, which has several dozen small kernels to launch for a layer.
+- **Eager GPU steps** are bound by the host, which has several dozen small kernels to launch for a layer, and so differ
+  from host to host: the table above is from a slow one.
   `torch.cuda.make_graphed_callables(model, (x,))` is one line and takes that away, as the tables above show; a step
   that can't be captured can take S from one step in ten ([running.md](running.md)). Exact systems with thousands of
   features go to cuSOLVER there, which has the host launch less, and by blocks only in a captured step.
@@ -103,17 +104,22 @@ def main() -> None:
             print(goals(record["rows"], name))
     for name, title in (
         ("h200-bf16", "H200, bf16 autocast"),
+        ("h200-spaces-bf16", ""),
+        ("h200-bf16-earlier", "H200, bf16 autocast, when convolutions still copied their inputs to float32"),
         ("h200-passes", "H200, both passes in graphs by one line, the optimizer eager"),
         ("h200-eager", "H200, eager, with the nearest relative"),
     ):
         record = json.loads((BENCH / f"{name}.json").read_text())
-        print(f"## {title}\n")
+        if title:
+            print(f"## {title}\n")
         print_steps(record)
+        if missing := not_reached(record):
+            print(missing)
     print(MEMORY)
     print(over_the_limit())
     print(GROWTH)
     print(SPACES)
-    for name in ("h200-spaces", "h200-spaces-rest", "cpu-spaces"):
+    for name in ("h200-spaces", "h200-spaces-rest", "h200-spaces-bf16", "cpu-spaces"):
         record = json.loads((BENCH / f"{name}.json").read_text())
         print(environment(record))
         print(spaces(record["rows"]))
@@ -165,7 +171,7 @@ def over_the_limit() -> str:
     """Which proximal steps take more memory than they may."""
     found = [
         f"{row['network']} {row['method']} in {row['precision']} ({row['memory']:.2f})"
-        for name in ("h200", "h200-bf16")
+        for name in ("h200", "h200-bf16", "h200-spaces-bf16")
         for row in json.loads((BENCH / f"{name}.json").read_text())["rows"]
         if row["method"] in ("cg1", "cg3", "cg10", "exact") and row["memory"] > MOST_MEMORY
     ]

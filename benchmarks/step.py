@@ -18,7 +18,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils.benchmark import Timer
 
 import proxprop
-from proxprop import CG, Exact, aside
+from proxprop import CG, Exact, aside, kernels
 from proxprop.solve import blocked
 
 PRECISIONS = ("fp32", "tf32", "bf16")
@@ -274,10 +274,9 @@ def as_if_captured() -> Iterator[None]:
     def is_captured(tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
 
-    with (
-        mock.patch.object(aside, "is_captured", is_captured),
-        mock.patch.object(blocked, "is_captured", is_captured),
-    ):
+    with ExitStack() as patches:
+        for module in (aside, blocked, kernels):
+            patches.enter_context(mock.patch.object(module, "is_captured", is_captured))
         yield
 
 

@@ -18,6 +18,9 @@ from proxprop.solve import Solver
 from training import assert_same, directions, images, loss_of, small_model
 
 works = pytest.mark.compatibility
+LOADING = (
+    "exact systems of over 1,280 rows load kernels while they are captured: a driver of CUDA 12.3 or later"
+)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -343,8 +346,8 @@ RUNS = [once, accumulated, asked_for, hooked, trained, trained_in_backward, trai
 
 
 @needs_gpu
-@works("CUDA graphs of a whole step (`torch.cuda.graph`)")
-@works("CUDA graphs of both passes (`torch.cuda.make_graphed_callables`)")
+@works("CUDA graphs of a whole step (`torch.cuda.graph`)", note=LOADING)
+@works("CUDA graphs of both passes (`torch.cuda.make_graphed_callables`)", note=LOADING)
 @MODELS
 @pytest.mark.parametrize("run", [*RUNS, trained_in_graphs_of_its_passes])
 @pytest.mark.parametrize("solver", [Exact(), CG(3)])

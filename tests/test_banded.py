@@ -50,11 +50,13 @@ def _storages(tree: object) -> list[torch.UntypedStorage]:
     stride=st.tuples(*[st.integers(1, 3)] * 2),
     padding=st.tuples(*[st.integers(0, 3)] * 2),
     channels=st.integers(1, 3),
+    order=st.permutations(range(4)),
 )
-def test_equals_the_product_of_patches(sizes, kernel, stride, padding, channels) -> None:
+def test_equals_the_product_of_patches(sizes, kernel, stride, padding, channels, order) -> None:
     axes = [banded.Axis(*axis) for axis in zip(sizes, kernel, stride, padding, strict=True)]
     assume(all(axis.size + 2 * axis.padding >= axis.kernel for axis in axes))
     x = torch.randn(4, channels, *sizes, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = x.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])  # in any layout
     A = functional.unfold(x, kernel, padding=padding, stride=stride).mT.flatten(0, 1)
     torch.testing.assert_close(banded.gram(x, *axes), A.mT @ A)
     torch.testing.assert_close(banded.sums(x, *axes), A.sum(0))

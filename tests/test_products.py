@@ -1,5 +1,6 @@
 """Products in parts are as accurate as float32's, and bfloat16 inputs need no float32 copy."""
 
+import sys
 from itertools import pairwise
 
 import pytest
@@ -59,9 +60,8 @@ def test_a_walk_brings_the_same_parts_together() -> None:
 @pytest.mark.parametrize("longest", [1024, 100, 77])
 def test_a_product_with_itself_shares_parts(longest: int, monkeypatch) -> None:
     """As on a GPU, but for the product of parts itself."""
-    split = pytest.importorskip("proxprop.kernels.split")
     made = []
-    monkeypatch.setattr(split, "parts", lambda x, order: made.append(order) or plain_parts(x, order))
+    monkeypatch.setattr(products, "_split", lambda x, order: made.append(order) or plain_parts(x, order))
     monkeypatch.setattr(products, "_parts_pay", lambda *_: True)
     monkeypatch.setattr(products, "LONGEST_SUM", longest)
     monkeypatch.setattr(products, "multiply", lambda left, right: left.double() @ right.double())
@@ -74,8 +74,6 @@ def test_a_product_with_itself_shares_parts(longest: int, monkeypatch) -> None:
 
 
 def test_a_factor_that_the_caller_does_not_keep_is_freed_before_its_product(monkeypatch) -> None:
-    split = pytest.importorskip("proxprop.kernels.split")
-    monkeypatch.setattr(split, "parts", plain_parts)
     monkeypatch.setattr(products, "_parts_pay", lambda *_: True)
     storages, freed = [], []
 
@@ -97,8 +95,6 @@ def test_a_factor_that_the_caller_does_not_keep_is_freed_before_its_product(monk
 def test_a_solution_in_sample_space_is_freed_before_the_weights_product(
     transposed: bool, monkeypatch
 ) -> None:
-    split = pytest.importorskip("proxprop.kernels.split")
-    monkeypatch.setattr(split, "parts", plain_parts)
     monkeypatch.setattr(products, "_parts_pay", lambda *_: True)
     storages, freed = [], []
 
@@ -241,6 +237,14 @@ def test_no_images_at_all_give_no_gradient_in_bfloat16_either(name: str) -> None
     found = kind(X, G.shape, layer.weight.shape, True, geometry(layer)).gradient(G)
     assert [gradient.dtype for gradient in found] == [torch.float32] * 2
     assert not any(bool(gradient.any()) for gradient in found)
+
+
+def test_parts_can_be_had_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(products, "_parts_pay", lambda *asked: True)
+    left, right = factors()
+    found = transposed_product(left.bfloat16(), right)
+    assert relative_error(found.double(), left.bfloat16().double().mT @ right.double()) < 1e-6
 
 
 @pytest.mark.parametrize(("kernel", "transforms"), [(3, False), (31, True)])

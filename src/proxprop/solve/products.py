@@ -146,16 +146,23 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
 
 def _stacked(left: Tensor, right: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Bfloat16 factors whose product is that of left and right, or left; a bfloat16 number has one part."""
-    from proxprop.kernels import split
-
     if right is None:
-        parts = split.parts(left, WALK)
+        parts = _split(left, WALK)
         return parts[: -len(left)], parts[len(left) :]
     if left.dtype == torch.bfloat16:
-        return left.repeat(3, 1), split.parts(right, SMALLEST_FIRST)
+        return left.repeat(3, 1), _split(right, SMALLEST_FIRST)
     if right.dtype == torch.bfloat16:
-        return split.parts(left, SMALLEST_FIRST), right.repeat(3, 1)
-    return split.parts(left, LEFT), split.parts(right, RIGHT)
+        return _split(left, SMALLEST_FIRST), right.repeat(3, 1)
+    return _split(left, LEFT), _split(right, RIGHT)
+
+
+def _split(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """`plain_parts`, by a kernel where there is Triton."""
+    if not kernels.take(x):
+        return plain_parts(x, order)
+    from proxprop.kernels import split
+
+    return split.parts(x, order)
 
 
 def _parts_pay(left: Tensor, right: Tensor, flops: float, precise: bool) -> bool:

@@ -86,7 +86,7 @@ def gram(x: Tensor, height: Axis, width: Axis) -> Tensor:
 
 def _rows(x: Tensor, lags: int) -> Tensor:
     """The rows of each image one after the other, and zeros for those that follow the last."""
-    return functional.pad(x.transpose(1, 2), (0, 0, 0, 0, 0, lags - 1)).flatten(1)
+    return functional.pad(x.transpose(1, 2), (0, 0, 0, 0, 0, lags - 1)).flatten(1).contiguous()
 
 
 def _block(left: Tensor, right: Tensor, height: Axis, width: Axis, numbers: int) -> Tensor:

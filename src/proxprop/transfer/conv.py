@@ -155,7 +155,7 @@ class ConvTransfer(Affine):
                 sums += A.sum(-2, dtype=dtype)
             if G is not None:
                 some = G[number * self._images() :][: self._images()]
-                weight += transposed_product(some.flatten(2).mT.reshape(-1, outputs), A[0])
+                weight += transposed_product(_by_position(some), A[0])
         S, sums = self._channels_first(self._channels_first(S, 1), 2), self._channels_first(sums, 1)
         return self._border(S, sums) if self.bias else S, self._channels_first(weight, 1)
 
@@ -191,7 +191,7 @@ class ConvTransfer(Affine):
 
     def _weight_gradient(self, G: Tensor, shape: torch.Size) -> Tensor:
         if self._takes_patches() and self.sizes.samples <= self.sizes.features:
-            weight = transposed_product(self.to_samples(G)[0], self._unfold(self._padded())[0])
+            weight = transposed_product(_by_position(G), self._unfold(self._padded())[0])
             return self._channels_first(weight, 1).view(shape)
         g = self.geometry
         gradient: Tensor = WEIGHT_GRADIENT[self.dimensions](
@@ -338,3 +338,8 @@ class ConvTransfer(Affine):
             reach = g.dilation[axis] * (g.kernel[axis] - 1) + 1
             padded = padded.unfold(2 + axis, reach, stride[axis])[..., :: g.dilation[axis]]
         return padded
+
+
+def _by_position(G: Tensor) -> Tensor:
+    """`[batch·positions, outputs]` of `[batch, outputs, *positions]`."""
+    return G.flatten(2).mT.reshape(-1, G.shape[1])
