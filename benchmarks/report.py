@@ -75,11 +75,11 @@ LIMITS = """## Where it falls short, and what limits it
 - **GPU, exact with thousands of features** (ResNet-18, the GPT-2 block): much of a solve by blocks waits for pivots, a
   diagonal block after the other, which could be factorised while the rest is still being updated.
 - **GPU, convolutions at batch 50**: bound by launches, most of them for a Gram matrix.
-- **CPU, multilayer perceptron**: one iteration and three cost a little more than was aimed at, by no more than the
-  noise of two cores. BackProp needs no gradient for the first layer's input, so that FLOPs alone come to what was aimed
-  at; on top are the arrays that conjugate gradients read and write between two products. Ten iterations are below what
-  FLOPs predict, because many are taken in the eigenbasis of K; its price, a few products, is what keeps three from
-  gaining as much.
+- **CPU, multilayer perceptron**: one iteration costs a little more than was aimed at, by less than the noise of two
+  cores. BackProp needs no gradient for the first layer's input, so that FLOPs alone come to what was aimed at; on top
+  are the arrays that conjugate gradients read and write beside their product. Three iterations and ten are below what
+  FLOPs predict, because they are taken in the eigenbasis of K. Some of every step goes to memory that is new each time,
+  handed out page by page, as in BackProp's; large pages were tried and were no faster on the machine measured.
 - **CPU, convolutions**: most of the extra time is S, and of that products with narrow matrices of cosines; at batch 50
   it is bound by calls.
 - **Eager GPU steps** are bound by the host, which has several dozen small kernels to launch for a layer, and so differ
