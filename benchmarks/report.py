@@ -99,22 +99,16 @@ def main() -> None:
             record = json.loads(path.read_text())
             print(f"## {title}\n")
             print_steps(record)
-            if missing := not_reached(record):
-                print(missing)
             print(goals(record["rows"], name))
-    for name, title in (
-        ("h200-bf16", "H200, bf16 autocast"),
-        ("h200-spaces-bf16", ""),
-        ("h200-bf16-earlier", "H200, bf16 autocast, when convolutions still copied their inputs to float32"),
-        ("h200-passes", "H200, both passes in graphs by one line, the optimizer eager"),
-        ("h200-eager", "H200, eager, with the nearest relative"),
+    for title, *names in (
+        ("H200, bf16 autocast", "h200-bf16", "h200-spaces-bf16"),
+        ("H200, bf16 autocast, when convolutions still copied their inputs to float32", "h200-bf16-earlier"),
+        ("H200, both passes in graphs by one line, the optimizer eager", "h200-passes"),
+        ("H200, eager, with the nearest relative", "h200-eager"),
     ):
-        record = json.loads((BENCH / f"{name}.json").read_text())
-        if title:
-            print(f"## {title}\n")
-        print_steps(record)
-        if missing := not_reached(record):
-            print(missing)
+        print(f"## {title}\n")
+        for name in names:
+            print_steps(json.loads((BENCH / f"{name}.json").read_text()))
     print(MEMORY)
     print(over_the_limit())
     print(GROWTH)
@@ -129,10 +123,12 @@ def main() -> None:
 
 
 def print_steps(record: dict) -> None:
-    """How a record was made, and a table for each precision."""
+    """How a record was made, a table for each precision, and what was not reached."""
     print(environment(record))
     for precision in dict.fromkeys(row["precision"] for row in record["rows"]):
         print(steps([row for row in record["rows"] if row["precision"] == precision], precision))
+    if missing := not_reached(record):
+        print(missing)
 
 
 def environment(record: dict) -> str:

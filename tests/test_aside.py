@@ -15,12 +15,11 @@ import proxprop
 from proxprop import CG, Exact, aside, backward
 from proxprop.aside import STREAMS, Aside
 from proxprop.solve import Solver
+from proxprop.solve.factor import ELIMINATED_ROWS
 from training import assert_same, directions, images, loss_of, small_model
 
 works = pytest.mark.compatibility
-LOADING = (
-    "exact systems of over 1,280 rows load kernels while they are captured: a driver of CUDA 12.3 or later"
-)
+LOADING = f"exact systems of over {ELIMINATED_ROWS:,} rows load kernels while they are captured: a driver of CUDA 12.3 or later"
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 

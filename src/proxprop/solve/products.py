@@ -60,7 +60,7 @@ def transposed_product(left: Tensor, right: Tensor | None = None, precise: bool 
 def square(A: Tensor) -> Tensor:
     """`AAᵀ [groups, samples, samples]` for A `[groups, samples, features]`; in float32 where A is bfloat16."""
     if _half_pays(A, A.shape[-2]):
-        return _half(A.to(torch.promote_types(A.dtype, torch.float32)))
+        return _half(A.to(wide(A)))
     large = 2.0 * A.numel() * A.shape[1] > LEAST_FLOPS_OF_A_SQUARE
     if A.is_cuda and len(A) == 1 and large and A.dtype != torch.bfloat16:
         return transposed_product(A[0].mT.contiguous())[None]
@@ -70,7 +70,7 @@ def square(A: Tensor) -> Tensor:
 def transposed_square(A: Tensor) -> Tensor:
     """`AᵀA [groups, features, features]` for A `[groups, samples, features]`; in float32 where A is bfloat16."""
     if _half_pays(A, A.shape[-1]):
-        return _half(A.mT.to(torch.promote_types(A.dtype, torch.float32)))
+        return _half(A.mT.to(wide(A)))
     if len(A) > 1:
         return multiply(A.mT, A)
     float16_pays = kernels.multiply(A) and kernels.tf32_allowed() and min(A.shape[1:]) >= LEAST_FOR_FLOAT16
@@ -87,6 +87,11 @@ def square_in_float16(A: Tensor) -> Tensor:
     exponent = exponent.clamp(min=-48) - 14
     scaled = torch.mul(A, torch.exp2(-exponent), out=A.new_empty(A.shape, dtype=torch.float16))
     return multiply(scaled.mT, scaled).mul_(torch.exp2(2 * exponent))
+
+
+def wide(array: Tensor) -> torch.dtype:
+    """The precision of sums over an array: float32, or float64 where it is."""
+    return torch.promote_types(array.dtype, torch.float32)
 
 
 def _half_pays(A: Tensor, size: int) -> bool:
@@ -119,8 +124,7 @@ def in_parts(
         precise: whether TF32 is not enough, even where the caller allows it.
     """
     if not _parts_pay(factors[0], factors[-1], flops, precise):
-        dtype = torch.promote_types(factors[0].dtype, torch.float32)
-        factors = [factor.to(dtype) for factor in factors]
+        factors = [factor.to(wide(factors[0])) for factor in factors]
         return product(factors[0], factors[-1])
     if all(factor.dtype == torch.bfloat16 for factor in factors):
         return product(factors[0], factors[-1])

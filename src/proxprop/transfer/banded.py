@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxprop.solve.products import in_parts, multiply
+from proxprop.solve.products import in_parts, multiply, wide
 from proxprop.transfer.autocorrelation import GEOMETRIES
-from proxprop.transfer.transfer import wide
 
 FEW_NUMBERS = 3 * 2**19
 """Products of rows exist a few channels at a time: so many numbers (6 MiB), or the input's where those are more."""

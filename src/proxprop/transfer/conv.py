@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional, grad
 
 from proxprop.solve import Sizes
-from proxprop.solve.products import transposed_product, transposed_square
+from proxprop.solve.products import transposed_product, transposed_square, wide
 from proxprop.transfer import autocorrelation, banded
 from proxprop.transfer.affine import Affine
-from proxprop.transfer.transfer import OWN_PRICE_ON_A_GPU, Parameters, wide
+from proxprop.transfer.transfer import OWN_PRICE_ON_A_GPU, Parameters
 
 CONVOLVE = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 WEIGHT_GRADIENT = {1: grad.conv1d_weight, 2: grad.conv2d_weight, 3: grad.conv3d_weight}
@@ -149,13 +149,12 @@ class ConvTransfer(Affine):
         S = self.batched.new_zeros(groups, inputs, inputs, dtype=dtype)
         sums = self.batched.new_zeros(groups, inputs, dtype=dtype)
         weight = self.batched.new_zeros(outputs if G is not None else 0, inputs, dtype=dtype)
-        for number, A in enumerate(self._blocks()):
+        for images, A in self._blocks():
             S += transposed_square(A)
             if self.bias:
                 sums += A.sum(-2, dtype=dtype)
             if G is not None:
-                some = G[number * self._images() :][: self._images()]
-                weight += transposed_product(_by_position(some), A[0])
+                weight += transposed_product(_by_position(G[images]), A[0])
         S, sums = self._channels_first(self._channels_first(S, 1), 2), self._channels_first(sums, 1)
         return self._border(S, sums) if self.bias else S, self._channels_first(weight, 1)
 
@@ -289,15 +288,13 @@ class ConvTransfer(Affine):
             autocorrelation.Walk(*axis) for axis in zip(sizes, g.kernel, g.dilation, g.widths, strict=True)
         ]
 
-    def _blocks(self) -> Iterator[Tensor]:
-        """Patches of a few images at a time."""
-        for block in self._padded().split(self._images()):
-            yield self._unfold(block)
-
-    def _images(self) -> int:
-        """How many that is."""
-        groups, samples, features, _ = self.sizes
-        return max(1, BLOCK // max(1, groups * samples * features // len(self.batched)))
+    def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Some images at a time, and their patches."""
+        (groups, samples, features, _), padded = self.sizes, self._padded()
+        at_once = max(1, BLOCK // max(1, groups * samples * features // len(padded)))
+        for start in range(0, len(padded), at_once):
+            images = slice(start, start + at_once)
+            yield images, self._unfold(padded[images])
 
     def _padded(self) -> Tensor:
         """What patches are cut from."""

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from proxprop.solve.products import wide
 from proxprop.transfer.conv import WEIGHT_GRADIENT, ConvTransfer
-from proxprop.transfer.transfer import Parameters, wide
+from proxprop.transfer.transfer import Parameters
 
 CONVOLVE_TRANSPOSED = {
     1: functional.conv_transpose1d,

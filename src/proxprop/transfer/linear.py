@@ -5,9 +5,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from proxprop.solve import Sizes
-from proxprop.solve.products import transposed_product
+from proxprop.solve.products import transposed_product, wide
 from proxprop.transfer.affine import Affine
-from proxprop.transfer.transfer import OWN_PRICE_ON_A_GPU, Parameters, wide
+from proxprop.transfer.transfer import OWN_PRICE_ON_A_GPU, Parameters
 
 
 class LinearTransfer(Affine):

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from proxprop.solve import SPACES, Sizes
@@ -88,8 +87,3 @@ class Transfer(ABC):
     def normal(self, V: Tensor) -> Tensor:
         """`AᵀAV` through φ and φ*, without forming A."""
         return self.to_features(self.gradient(self.output(self.from_features(V))))
-
-
-def wide(tensor: Tensor) -> torch.dtype:
-    """The precision to solve in, given a tensor of a transfer: float32 where it was left in bfloat16."""
-    return torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
