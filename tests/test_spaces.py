@@ -138,12 +138,26 @@ def test_outputs_taken_as_rows_give_the_same(monkeypatch, groups: int, outputs: 
     whole = CG(iterations).samples(K, G, 0.3).value
     monkeypatch.setattr(sys.modules[CG.__module__], "TURNED_NUMBERS", 1)
     monkeypatch.setattr(sys.modules[CG.__module__], "FEWEST_ROWS", 1)
-    for numbers in (1, 16 * 9 * groups, 10**6):  # one output at a time, sixteen, all
-        monkeypatch.setattr(sys.modules[CG.__module__], "BLOCK", numbers)
+    for numbers in (1, 48 * 9 * groups, 10**6):  # one output at a time, eight or sixteen, all
+        monkeypatch.setattr(sys.modules[CG.__module__], "NUMBERS_IN_USE", numbers)
         by_rows = CG(iterations).samples(K, G, 0.3).value
         assert by_rows.stride() != whole.stride() or outputs == 1
         assert relative_error(A.mT @ by_rows, A.mT @ whole) < 1e-13
     assert torch.equal(G, given)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("iterations", [1, 3])
+def test_outputs_taken_as_rows_may_differ_in_scale_and_be_dead(monkeypatch, groups: int, iterations: int) -> None:
+    """A sum of squares that float32 can't hold in one output leaves it and its neighbours right."""
+    monkeypatch.setattr(sys.modules[CG.__module__], "TURNED_NUMBERS", 1)
+    A, G = problem((groups, 9, 6, 6), seed=5, dtype=torch.float32)
+    scale = torch.tensor([1.0, 1e-25, 1e25, 1e-3, 0.0, 1e-12])
+    D = A.mT @ CG(iterations).samples(A @ A.mT, G * scale, 0.3).value
+    expected = solve_in(FEATURE, CG(iterations), A.double(), G.double(), damping=0.3)
+    for output in range(6):
+        found = D[..., output].double()
+        assert relative_error(found, expected[..., output] * scale[output].double()) < 1e-5
 
 
 @pytest.mark.parametrize("bias", [True, False])

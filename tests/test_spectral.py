@@ -103,7 +103,7 @@ def test_blocks_of_outputs_give_what_all_at_once_do(
     with eigenbases(True):
         whole = CG(4).prepared(space, M, 1.0, 19)(right).value
         batched = torch.vmap(lambda one: CG(4).prepared(space, M, 1.0, 19)(one).value)(right[None])
-        for name, value in (("FEWEST_ROWS", 1), ("BLOCK", 4 * groups * M.shape[-1])):
+        for name, value in (("FEWEST_ROWS", 1), ("NUMBERS_IN_USE", 20 * groups * M.shape[-1])):
             monkeypatch.setattr(sys.modules[CG.__module__], name, value)
         in_blocks = CG(4).prepared(space, M, 1.0, 19)(right).value
     assert relative_error(in_blocks, whole) < 1e-14

@@ -15,11 +15,14 @@ from proxprop.solve.solver import FEATURE, MATRIX_FREE, SAMPLE, Factored, Ready,
 TURNED_NUMBERS = 2**16
 """From so many numbers of G on, a CPU works on it with outputs as rows."""
 
-BLOCK = 2**18
-"""Numbers of one array that it then works on at a time: one megabyte, of which six are in use."""
+NUMBERS_IN_USE = 6 * 2**18
+"""That it then works on at a time, in all arrays together: six megabytes of float32."""
 
 FEWEST_ROWS = 512
 """That it does so for: with fewer, a product has to read K too often."""
+
+SAFE = 1e-30, 1e30
+"""Between these a float32 sum of squares has neither lost nor overflown anything."""
 
 FUSED_SAMPLES = 2048
 """Most samples of which the fused kernel holds whole columns."""
@@ -85,7 +88,8 @@ class CG(Solver):
             return ready(G)
         many = self.per_output and G.numel() >= TURNED_NUMBERS
         if many and G.device.type == "cpu" and not is_transformed(G):
-            return Solution(by_rows(K, G, damping, self.iterations))
+            one = self.iterations == 1
+            return Solution(one_step(K, G, damping) if one else by_rows(K, G, damping, self.iterations))
         return Solution(sample_cg(K, G, damping, self.iterations, self._sums, rounding(K)))
 
     def features(self, S: Tensor, B: Tensor, damping: float) -> Solution:
@@ -135,11 +139,26 @@ def by_rows(K: Tensor, G: Tensor, damping: float, iterations: int) -> Tensor:
     its numbers in its own cache, and none writes to what another has read.
     """
     U, noise = G.new_empty(G.mT.shape), rounding(K)
-    for columns, (out, *memory) in zip(G.split(block(U), dim=-1), blocks(U, arrays=5), strict=True):
-        rho, pi, K_rho, K_pi, spare = memory
-        pi = out if iterations == 1 else pi  # then U is a multiple of it
-        arrays = out, rho, pi, K_rho, K_pi, spare
+    for columns, *arrays in blocks(G, U, arrays=5):
+        _, _, pi, *_ = arrays
         sample_cg(K, pi.copy_(columns.mT), damping, iterations, (-1,), noise, arrays)
+    return U.mT
+
+
+def one_step(K: Tensor, G: Tensor, damping: float) -> Tensor:
+    """`by_rows` for a single step, which is G times a length for each column.
+
+    Their scale cancels, so G is not normalized first; columns whose sums turn out to need that are solved again.
+    """
+    U, shortest, noise = G.new_empty(G.mT.shape), shortest_step(K, damping), rounding(K)
+    for columns, out, K_pi, spare in blocks(G, U, arrays=2):
+        pi = out.copy_(columns.mT)
+        torch.bmm(pi, K, out=K_pi)
+        sums = torch.stack((dot(pi, K_pi, (-1,), spare), dot(K_pi, K_pi, (-1,), spare)))
+        out.mul_(first_length(*sums, damping, shortest))
+        unsafe = (sums.clamp(*SAFE) != sums).any(dim=(0, 1, 3))
+        if unsafe.any():
+            out[:, unsafe] = sample_cg(K, columns.mT[:, unsafe], damping, 1, (-1,), noise)
     return U.mT
 
 
@@ -163,26 +182,23 @@ def on_diagonal(
         normal, scale = normalize(B.mT @ vectors, (-1,))
         return feature_cg(diagonal.mul, normal, damping, iterations, (-1,), weights).mul_(scale)
     D = B.new_empty(B.mT.shape)
-    for columns, (out, residual, search, image, spare) in zip(
-        B.split(block(D), dim=-1), blocks(D, arrays=4), strict=True
-    ):
+    for columns, out, residual, search, image, spare in blocks(B, D, arrays=4):
         _, scale = normalize(torch.bmm(columns.mT, vectors, out=image), (-1,), spare, search)
         apply, arrays = partial(torch.mul, diagonal, out=image), (out, residual, search, spare)
         feature_cg(apply, search, damping, iterations, (-1,), weights, arrays).mul_(scale)
     return D
 
 
-def blocks(X: Tensor, arrays: int) -> Iterator[tuple[Tensor, ...]]:
-    """Blocks of the rows of X `[groups, outputs, size]`, each with so many arrays to work in, always the same ones."""
-    memory = X.new_empty(arrays * X[:, : block(X)].numel())
-    for rows in X.split(block(X), dim=-2):
-        yield rows, *memory[: arrays * rows.numel()].view(arrays, *rows.shape).unbind()
+def blocks(B: Tensor, X: Tensor, arrays: int) -> Iterator[tuple[Tensor, ...]]:
+    """Blocks of the columns of B `[groups, size, outputs]` and of the rows of X `[groups, outputs, size]`.
 
-
-def block(X: Tensor) -> int:
-    """How many rows of X a processor works on at a time."""
+    Each comes with so many arrays of its rows' shape to work in, always the same ones.
+    """
     groups, _, size = X.shape
-    return max(FEWEST_ROWS, BLOCK // (groups * size))
+    rows = max(FEWEST_ROWS, NUMBERS_IN_USE // ((1 + arrays) * groups * size))
+    memory = X.new_empty(arrays * X[:, :rows].numel())
+    for columns, out in zip(B.split(rows, dim=-1), X.split(rows, dim=-2), strict=True):
+        yield columns, out, *memory[: arrays * out.numel()].view(arrays, *out.shape).unbind()
 
 
 def feature_cg(
@@ -265,15 +281,14 @@ def sample_cg(
         return torch.bmm(*pair, out=out)
 
     for_U, for_rho, for_pi, for_K_rho, for_K_pi, spare = arrays
-    trace = K.diagonal(dim1=-2, dim2=-1).sum(-1)
-    shortest = (trace.view(-1, 1, 1) if len(sums) == 1 else trace.max()).add(damping).reciprocal()
     noise = noise.unsqueeze(-2 if by_rows else -1)
     pi, scale = normalize(G, sums, spare, for_pi)
     rho = pi
     K_pi = multiply(pi, for_K_pi)
     squared = dot(rho, K_pi, sums, spare)
-    curvature = dot(K_pi, K_pi, sums, spare).add_(squared, alpha=damping)
-    length = quotient(squared, curvature, 1 / damping).clamp_(max=1 / damping).maximum(shortest)
+    shortest = shortest_step(K, damping)
+    shortest = shortest if len(sums) == 1 else shortest.min()
+    length = first_length(squared, dot(K_pi, K_pi, sums, spare), damping, shortest)
     U = torch.mul(length * scale, pi, out=for_U)
     for _ in range(1, iterations):
         image = torch.add(K_pi, pi, alpha=damping, out=for_K_rho)
@@ -289,6 +304,17 @@ def sample_cg(
         length = quotient(squared, curvature, 1 / damping)
         U.addcmul_(length * scale, pi)
     return U
+
+
+def first_length(squared: Tensor, image: Tensor, damping: float, shortest: Tensor) -> Tensor:
+    """Of the step along the gradient, from `⟨π, Kπ⟩` and `‖Kπ‖²`."""
+    length = quotient(squared, image.add(squared, alpha=damping), 1 / damping)
+    return length.clamp_(max=1 / damping).maximum(shortest)
+
+
+def shortest_step(K: Tensor, damping: float) -> Tensor:
+    """`1/(λ + trace K) [groups, 1, 1]`."""
+    return K.diagonal(dim1=-2, dim2=-1).sum(-1).view(-1, 1, 1).add(damping).reciprocal()
 
 
 def rounding(K: Tensor) -> Tensor:
