@@ -195,6 +195,7 @@ def test_a_convolution_takes_bfloat16_as_it_is(
     name: str, device: str, frozen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conv, "BLOCK", 2**11)  # a few images
+    monkeypatch.setattr(conv, "WIDENED", 2**9)
     if device == "as on a GPU":
         monkeypatch.setattr(conv, "MULTIPLY_ROWS", ("cpu", "cuda"))
         monkeypatch.setattr(conv, "FEW_NUMBERS", 0)

@@ -148,7 +148,9 @@ def test_outputs_taken_as_rows_give_the_same(monkeypatch, groups: int, outputs: 
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("iterations", [1, 3])
-def test_outputs_taken_as_rows_may_differ_in_scale_and_be_dead(monkeypatch, groups: int, iterations: int) -> None:
+def test_outputs_taken_as_rows_may_differ_in_scale_and_be_dead(
+    monkeypatch, groups: int, iterations: int
+) -> None:
     """A sum of squares that float32 can't hold in one output leaves it and its neighbours right."""
     monkeypatch.setattr(sys.modules[CG.__module__], "TURNED_NUMBERS", 1)
     A, G = problem((groups, 9, 6, 6), seed=5, dtype=torch.float32)

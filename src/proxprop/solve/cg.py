@@ -154,8 +154,9 @@ def one_step(K: Tensor, G: Tensor, damping: float) -> Tensor:
     for columns, out, K_pi, spare in blocks(G, U, arrays=2):
         pi = out.copy_(columns.mT)
         torch.bmm(pi, K, out=K_pi)
-        sums = torch.stack((dot(pi, K_pi, (-1,), spare), dot(K_pi, K_pi, (-1,), spare)))
-        out.mul_(first_length(*sums, damping, shortest))
+        squared, image = dot(pi, K_pi, (-1,), spare), dot(K_pi, K_pi, (-1,), spare)
+        out.mul_(first_length(squared, image, damping, shortest))
+        sums = torch.stack((squared, image))
         unsafe = (sums.clamp(*SAFE) != sums).any(dim=(0, 1, 3))
         if unsafe.any():
             out[:, unsafe] = sample_cg(K, columns.mT[:, unsafe], damping, 1, (-1,), noise)

@@ -20,6 +20,9 @@ WEIGHT_GRADIENT = {1: grad.conv1d_weight, 2: grad.conv2d_weight, 3: grad.conv3d_
 BLOCK = 2**24
 """Most numbers of unfolded patches that exist at a time while S is summed."""
 
+WIDENED = 2**22
+"""Most numbers of a bfloat16 input, or of its output, that exist in float32 at a time beside the gradient."""
+
 FEW_NUMBERS = 2**17
 """Numbers of unfolded patches up to which a CPU has multiplied them before it has made the calls of a transform."""
 
@@ -185,18 +188,41 @@ class ConvTransfer(Affine):
         weight = self._weight_gradient(G, self.weight_shape) if self.weight_shape is not None else None
         return weight, self._bias_gradient(G)
 
+    def normal(self, V: Tensor) -> Tensor:
+        """`AᵀAV`; in bfloat16, some images at a time."""
+        if not self.coarse:
+            return super().normal(V)
+        return sum((call.normal(V) for _, call in self._in_float32()), torch.zeros_like(V))
+
     def _bias_gradient(self, G: Tensor) -> Tensor | None:
         return G.sum([0, *range(2, G.dim())], dtype=wide(G)) if self.bias else None
 
     def _weight_gradient(self, G: Tensor, shape: torch.Size) -> Tensor:
+        """That of torch's own kernel, of some images at a time where they came in bfloat16; of few, from patches."""
+        if not self.coarse:
+            return self._own_weight_gradient(G, shape)
         if self._takes_patches() and self.sizes.samples <= self.sizes.features:
             weight = transposed_product(_by_position(G), self._unfold(self._padded())[0])
             return self._channels_first(weight, 1).view(shape)
+        gradients = (call._own_weight_gradient(G[part].float(), shape) for part, call in self._in_float32())
+        return sum(gradients, G.new_zeros(shape, dtype=torch.float32))
+
+    def _own_weight_gradient(self, G: Tensor, shape: torch.Size) -> Tensor:
         g = self.geometry
         gradient: Tensor = WEIGHT_GRADIENT[self.dimensions](
-            self._widened(), shape, G.to(wide(G)), g.stride, g.widths, g.dilation, g.groups
+            self.batched, shape, G, g.stride, g.widths, g.dilation, g.groups
         )
         return gradient
+
+    def _in_float32(self) -> Iterator[tuple[slice, "ConvTransfer"]]:
+        """Some images at a time, and a call of the same layer with them in float32."""
+        numbers = max(1, self.batched.numel(), self.batched_shape.numel())
+        at_once = max(1, WIDENED * len(self.batched) // numbers)
+        for start in range(0, len(self.batched), at_once):
+            images = slice(start, start + at_once)
+            input = self.batched[images].float()
+            shape = torch.Size([len(input), *self.batched_shape[1:]])
+            yield images, type(self)(input, shape, self.weight_shape, self.bias, self.geometry)
 
     def _takes_patches(self) -> bool:
         """Whether gradients may come from patches, for which few samples need little memory.
@@ -290,15 +316,15 @@ class ConvTransfer(Affine):
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Some images at a time, and their patches."""
-        (groups, samples, features, _), padded = self.sizes, self._padded()
-        at_once = max(1, BLOCK // max(1, groups * samples * features // len(padded)))
-        for start in range(0, len(padded), at_once):
+        groups, samples, features, _ = self.sizes
+        at_once = max(1, BLOCK // max(1, groups * samples * features // len(self.batched)))
+        for start in range(0, len(self.batched), at_once):
             images = slice(start, start + at_once)
-            yield images, self._unfold(padded[images])
+            yield images, self._unfold(self._padded(images))
 
-    def _padded(self) -> Tensor:
+    def _padded(self, images: slice = slice(None)) -> Tensor:
         """What patches are cut from."""
-        return self.geometry.pad(self.batched)
+        return self.geometry.pad(self.batched[images])
 
     def _unfold(self, padded: Tensor) -> Tensor:
         """Patches of a padded input at the convolution's stride."""

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxprop.solve.products import wide
 from proxprop.transfer.conv import WEIGHT_GRADIENT, ConvTransfer
 from proxprop.transfer.transfer import Parameters
 
@@ -39,11 +38,11 @@ class ConvTransposeTransfer(ConvTransfer):
         )
         return Y.view(self.output_shape)
 
-    def _weight_gradient(self, G: Tensor, shape: torch.Size) -> Tensor:
+    def _own_weight_gradient(self, G: Tensor, shape: torch.Size) -> Tensor:
         """That of the convolution that maps the output back to the input."""
         g = self.geometry
         gradient: Tensor = WEIGHT_GRADIENT[self.dimensions](
-            G.to(wide(G)), shape, self._widened(), g.stride, g.widths, g.dilation, g.groups
+            G, shape, self.batched, g.stride, g.widths, g.dilation, g.groups
         )
         return gradient
 
@@ -59,15 +58,16 @@ class ConvTransposeTransfer(ConvTransfer):
         """Nor this."""
         return False
 
-    def _padded(self) -> Tensor:
+    def _padded(self, images: slice = slice(None)) -> Tensor:
         """The input spread out by the stride, with the border that makes every output position a patch."""
-        g, space = self.geometry, self.batched.shape[2:]
+        g, batched = self.geometry, self.batched[images]
+        space = batched.shape[2:]
         spread = [(size - 1) * step + 1 for size, step in zip(space, g.stride, strict=True)]
-        result = self.batched.new_zeros(*self.batched.shape[:2], *spread)
+        result = batched.new_zeros(*batched.shape[:2], *spread)
         entries = result
         for axis, step in enumerate(g.stride):
             entries = entries[(slice(None),) * (2 + axis) + (slice(None, None, step),)]
-        entries.copy_(self.batched)
+        entries.copy_(batched)
         borders = []
         for axis in reversed(range(self.dimensions)):
             reach = g.dilation[axis] * (g.kernel[axis] - 1)
