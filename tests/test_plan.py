@@ -5,10 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import proxprop
 from proxprop import CG, Exact
+from proxprop.backward import planned
+from proxprop.settings import Settings
 from proxprop.solve import FEATURE, MATRIX_FREE, SAMPLE, Sizes, plan
+from proxprop.transfer import LinearTransfer
 
 
 @pytest.mark.parametrize(("sizes", "solver", "space"), [
@@ -56,6 +60,16 @@ def test_prices_turn_the_choice_and_are_said() -> None:
     assert priced.costs[MATRIX_FREE].flops == plan(sizes, CG(3)).costs[MATRIX_FREE].flops
     assert plan(sizes, CG(3), gram_flops=1e9, own_price=2.0).space == FEATURE
     assert plan(sizes, CG(3), gram_flops=1e9, gram_price=1000.0, own_price=2.0).space == SAMPLE
+
+
+@pytest.mark.parametrize(("dtype", "space"), [(torch.float32, MATRIX_FREE), (torch.bfloat16, FEATURE)])
+def test_a_gpu_makes_S_of_bfloat16_inputs_rather_than_copy_them_to_float32(
+    dtype: torch.dtype, space: str
+) -> None:
+    with FakeTensorMode():
+        rows = torch.empty(8192, 3072, dtype=dtype, device="cuda")
+    transfer = LinearTransfer(rows, torch.Size([8192, 768]), torch.Size([768, 3072]), bias=True)
+    assert planned(transfer, Settings(CG(1))).space == space
 
 
 def model_and_input() -> tuple[nn.Sequential, torch.Tensor]:

@@ -9,6 +9,9 @@ from proxprop.solve.products import transposed_product, wide
 from proxprop.transfer.affine import Affine
 from proxprop.transfer.transfer import OWN_PRICE_ON_A_GPU, Parameters
 
+OWN_PRICE_IN_BFLOAT16 = 7.0
+"""Where inputs are bfloat16, S is a product on tensor cores, and the layer's own, with float32 parameters, is not."""
+
 
 class LinearTransfer(Affine):
     """`Y = X Wᵀ + b`.
@@ -49,7 +52,9 @@ class LinearTransfer(Affine):
 
     def own_price(self) -> float:
         """Higher on a GPU."""
-        return OWN_PRICE_ON_A_GPU if self.input.is_cuda else 1.0
+        if not self.input.is_cuda:
+            return 1.0
+        return OWN_PRICE_IN_BFLOAT16 if self.coarse else OWN_PRICE_ON_A_GPU
 
     def rows(self) -> Tensor:
         """The input, its leading dimensions flattened."""
