@@ -21,6 +21,8 @@ GOALS = {
 PAPER = {"mlp-500": {"cg3": 2.75, "exact": 6.3}, "convnet-500": {"cg3": 3.1, "cg10": 7.0}}
 """Ratios read off the paper's own time axes (a Titan X)."""
 
+SPACES_ON_A_GPU = ("h200-spaces", "h200-spaces-rest", "h200-spaces-cg1", "h200-spaces-bf16")
+
 MOST_MEMORY = 1.25
 """Of a proximal step, beside BackProp's."""
 
@@ -45,7 +47,8 @@ that tensor cores like.
 
 MEMORY = """Memory is the peak of a step for cg3, beside BackProp's: of one that is not captured, but solves beside the
 backward pass as a captured one does; in the eager table, of an eager one. It leaves out what cuBLAS keeps for every
-stream that is used, also for the four on which systems are solved beside the backward pass.
+stream that is used, also for the four on which systems are solved beside the backward pass. From run to run it differs
+by a hundredth, as the allocator hands out larger blocks than it is asked for.
 """
 
 GROWTH = """## How it grows
@@ -75,15 +78,16 @@ LIMITS = """## Where it falls short, and what limits it
 - **GPU, exact with thousands of features** (ResNet-18, the GPT-2 block): much of a solve by blocks waits for pivots, a
   diagonal block after the other, which could be factorised while the rest is still being updated.
 - **GPU, convolutions at batch 50**: bound by launches, most of them for a Gram matrix.
-- **CPU, multilayer perceptron**: one iteration costs a little more than was aimed at, by less than the noise of two
-  cores. BackProp needs no gradient for the first layer's input, so that FLOPs alone come to what was aimed at; on top
-  are the arrays that conjugate gradients read and write beside their product. Three iterations and ten are below what
-  FLOPs predict, because they are taken in the eigenbasis of K. Some of every step goes to memory that is new each time,
-  handed out page by page, as in BackProp's; large pages were tried and were no faster on the machine measured.
+- **CPU, multilayer perceptron**: one iteration costs what was aimed at in the table above, and a little more in the
+  record of spaces: two cores are that noisy. BackProp needs no gradient for the first layer's input, so that FLOPs
+  alone come to the goal; what is read and written beside the products is little. Three iterations and ten are below
+  what FLOPs predict, because they are taken in the eigenbasis of K. Some of every step goes to memory that is new each
+  time, handed out page by page, as in BackProp's: to keep a direction's memory from step to step would save that, but
+  hold what `zero_grad` is meant to free.
 - **CPU, convolutions**: most of the extra time is S, and of that products with narrow matrices of cosines; at batch 50
   it is bound by calls.
 - **Eager GPU steps** are bound by the host, which has several dozen small kernels to launch for a layer, and so differ
-  from host to host: the table above is from a slow one.
+  from host to host and from run to run.
   `torch.cuda.make_graphed_callables(model, (x,))` is one line and takes that away, as the tables above show; a step
   that can't be captured can take S from one step in ten ([running.md](running.md)). Exact systems with thousands of
   features go to cuSOLVER there, which has the host launch less, and by blocks only in a captured step.
@@ -100,20 +104,18 @@ def main() -> None:
             print(f"## {title}\n")
             print_steps(record)
             print(goals(record["rows"], name))
-    for title, *names in (
-        ("H200, bf16 autocast", "h200-bf16", "h200-spaces-bf16"),
-        ("H200, bf16 autocast, when convolutions still copied their inputs to float32", "h200-bf16-earlier"),
+    for title, name in (
+        ("H200, bf16 autocast", "h200-bf16"),
         ("H200, both passes in graphs by one line, the optimizer eager", "h200-passes"),
         ("H200, eager, with the nearest relative", "h200-eager"),
     ):
         print(f"## {title}\n")
-        for name in names:
-            print_steps(json.loads((BENCH / f"{name}.json").read_text()))
+        print_steps(json.loads((BENCH / f"{name}.json").read_text()))
     print(MEMORY)
     print(over_the_limit())
     print(GROWTH)
     print(SPACES)
-    for name in ("h200-spaces", "h200-spaces-rest", "h200-spaces-bf16", "cpu-spaces"):
+    for name in (*SPACES_ON_A_GPU, "cpu-spaces"):
         record = json.loads((BENCH / f"{name}.json").read_text())
         print(environment(record))
         print(spaces(record["rows"]))
@@ -164,10 +166,10 @@ def numbers_of_limits() -> dict[str, float]:
 
 
 def over_the_limit() -> str:
-    """Which proximal steps take more memory than they may."""
+    """Which proximal steps take more memory than they may, in any of the captured records."""
     found = [
-        f"{row['network']} {row['method']} in {row['precision']} ({row['memory']:.2f})"
-        for name in ("h200", "h200-bf16", "h200-spaces-bf16")
+        f"{row['network']} {row['method']} in {row['precision']} ({row['memory']:.3f} in {name}.json)"
+        for name in ("h200", "h200-bf16", *SPACES_ON_A_GPU)
         for row in json.loads((BENCH / f"{name}.json").read_text())["rows"]
         if row["method"] in ("cg1", "cg3", "cg10", "exact") and row["memory"] > MOST_MEMORY
     ]

@@ -25,7 +25,7 @@ MEASURED_AS = {"deferred": 0, "running-1": 1, "running-10": 10}
 
 
 def main() -> None:
-    half = json.loads((RESULTS / "bench" / "h200-bf16-earlier.json").read_text())
+    half = json.loads((RESULTS / "bench" / "h200-bf16.json").read_text())
     ranks = {n: json.loads((RESULTS / "scaling" / f"gloo-{n}.json").read_text()) for n in (1, 2, 4)}
     record = json.loads((RESULTS / "bench" / "deferred-h200.json").read_text())
     terms = from_pieces(record, half)

@@ -42,9 +42,12 @@ def test_the_readmes_ratios_are_the_records() -> None:
     assert f"costs {ratio('mlp-wide-256', 'cg3')} (cg3)" in text
     assert f"a narrow one (128) {ratio('mlp-narrow-2048', 'cg3')}" in text
     tf32 = f"{ratio('mlp-500', 'cg3', 'tf32')} (cg3) and {ratio('mlp-500', 'exact', 'tf32')} (exact)"
-    assert f"In TF32, where BackProp's own products are fast, the MLP costs {tf32}" in text
-    cpu = [ratio("mlp-500", method, record="cpu") for method in ("cg3", "cg10", "exact")]
-    assert f"On two CPU cores it costs {cpu[0]} (cg3), {cpu[1]} (cg10) and {cpu[2]} (exact)" in text
+    bf16 = " and ".join(ratio("mlp-500", method, "bf16", "h200-bf16") for method in ("cg3", "exact"))
+    assert f"In TF32, where BackProp's own products are fast, the MLP costs {tf32}; in bf16 {bf16}" in text
+    cpu = [
+        f"{ratio('mlp-500', method, record='cpu')} ({method})" for method in ("cg1", "cg3", "cg10", "exact")
+    ]
+    assert f"On two CPU cores it costs {', '.join(cpu[:-1])} and {cpu[-1]}" in text
     eager, graphed = (
         [
             ratio(network, method, record=record)

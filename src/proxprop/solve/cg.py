@@ -21,8 +21,8 @@ NUMBERS_IN_USE = 6 * 2**18
 FEWEST_ROWS = 512
 """That it does so for: with fewer, a product has to read K too often."""
 
-SAFE = 1e-30, 1e30
-"""Between these a float32 sum of squares has neither lost nor overflown anything."""
+SAFE = 1e-24, 1e24
+"""Between these a float32 sum of squares has lost nothing, and λ times it neither under- nor overflows."""
 
 FUSED_SAMPLES = 2048
 """Most samples of which the fused kernel holds whole columns."""
