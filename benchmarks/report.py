@@ -48,7 +48,7 @@ that tensor cores like.
 MEMORY = """Memory is the peak of a step for cg3, beside BackProp's: of one that is not captured, but solves beside the
 backward pass as a captured one does; in the eager table, of an eager one. It leaves out what cuBLAS keeps for every
 stream that is used, also for the four on which systems are solved beside the backward pass. From run to run it differs
-by a hundredth, as the allocator hands out larger blocks than it is asked for.
+by some hundredths, as the allocator hands out larger blocks than it is asked for.
 """
 
 GROWTH = """## How it grows
@@ -78,8 +78,8 @@ LIMITS = """## Where it falls short, and what limits it
 - **GPU, exact with thousands of features** (ResNet-18, the GPT-2 block): much of a solve by blocks waits for pivots, a
   diagonal block after the other, which could be factorised while the rest is still being updated.
 - **GPU, convolutions at batch 50**: bound by launches, most of them for a Gram matrix.
-- **CPU, multilayer perceptron**: one iteration costs what was aimed at in the table above, and a little more in the
-  record of spaces: two cores are that noisy. BackProp needs no gradient for the first layer's input, so that FLOPs
+- **CPU, multilayer perceptron**: one iteration costs, to two digits, what was aimed at in the table above, and more in
+  the record of spaces: two cores are that noisy. BackProp needs no gradient for the first layer's input, so that FLOPs
   alone come to the goal; what is read and written beside the products is little. Three iterations and ten are below
   what FLOPs predict, because they are taken in the eigenbasis of K. Some of every step goes to memory that is new each
   time, handed out page by page, as in BackProp's: to keep a direction's memory from step to step would save that, but
@@ -91,7 +91,7 @@ LIMITS = """## Where it falls short, and what limits it
   `torch.cuda.make_graphed_callables(model, (x,))` is one line and takes that away, as the tables above show; a step
   that can't be captured can take S from one step in ten ([running.md](running.md)). Exact systems with thousands of
   features go to cuSOLVER there, which has the host launch less, and by blocks only in a captured step.
-- **The cost model counts FLOPs**, by three prices on a GPU; not launches or bytes.
+- **The cost model counts FLOPs**, by their prices on a GPU; not launches or bytes.
 """
 
 

@@ -230,6 +230,22 @@ def test_a_convolution_takes_bfloat16_as_it_is(
 
 
 @pytest.mark.parametrize("name", ["short rows", "transposed"])
+def test_bfloat16_images_are_in_float32_a_few_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their own size or that of their output, whichever is larger."""
+    layer = CONVOLUTIONS[name]
+    X = torch.randn(5, layer.in_channels, 8, 8).bfloat16()
+    G = layer(X.float()).bfloat16()
+    monkeypatch.setattr(conv, "WIDENED", 2 * G[0].numel())
+    counts, own = [], conv.WEIGHT_GRADIENT[2]
+    monkeypatch.setitem(conv.WEIGHT_GRADIENT, 2, lambda *given: counts.append(len(given[0])) or own(*given))
+    kind = ConvTransposeTransfer if name == "transposed" else ConvTransfer
+    transfer = kind(X, G.shape, layer.weight.shape, True, geometry(layer))
+    transfer.gradient(G)
+    transfer.normal(torch.randn(1, transfer.sizes.features, transfer.sizes.outputs))
+    assert counts == [2, 2, 1] * 2
+
+
+@pytest.mark.parametrize("name", ["short rows", "transposed"])
 def test_no_images_at_all_give_no_gradient_in_bfloat16_either(name: str) -> None:
     layer = CONVOLUTIONS[name]
     X = torch.empty(0, layer.in_channels, 8, 8).bfloat16()

@@ -151,15 +151,41 @@ def test_outputs_taken_as_rows_give_the_same(monkeypatch, groups: int, outputs: 
 def test_outputs_taken_as_rows_may_differ_in_scale_and_be_dead(
     monkeypatch, groups: int, iterations: int
 ) -> None:
-    """A sum of squares that float32 can't hold in one output leaves it and its neighbours right."""
+    """A sum of squares that float32 can't hold in one output of one group leaves all others right."""
     monkeypatch.setattr(sys.modules[CG.__module__], "TURNED_NUMBERS", 1)
+    scales = torch.tensor([[1.0, 1e-25, 1e25, 1e-3, 0.0, 1e-22], [1e-22, 1.0, 0.0, 1e25, 1e-25, 1e-3]])[
+        :groups
+    ]
     A, G = problem((groups, 9, 6, 6), seed=5, dtype=torch.float32)
-    scale = torch.tensor([1.0, 1e-25, 1e25, 1e-3, 0.0, 1e-12])
-    D = A.mT @ CG(iterations).samples(A @ A.mT, G * scale, 0.3).value
-    expected = solve_in(FEATURE, CG(iterations), A.double(), G.double(), damping=0.3)
-    for output in range(6):
-        found = D[..., output].double()
-        assert relative_error(found, expected[..., output] * scale[output].double()) < 1e-5
+    D = A.mT @ CG(iterations).samples(A @ A.mT, G * scales[:, None], 0.3).value
+    expected = solve_in(
+        FEATURE, CG(iterations), A.double(), G.double() * scales[:, None].double(), damping=0.3
+    )
+    for found, right in zip(D.mT.flatten(0, 1), expected.mT.flatten(0, 1), strict=True):
+        assert relative_error(found.double(), right) < 1e-5
+
+
+def test_a_dead_output_is_not_solved_again(monkeypatch) -> None:
+    module = sys.modules[CG.__module__]
+    monkeypatch.setattr(module, "TURNED_NUMBERS", 1)
+    monkeypatch.setattr(module, "sample_cg", None)
+    A, G = problem((1, 9, 6, 6), seed=5)
+    G[..., 2] = 0.0
+    assert torch.equal(CG(1).samples(A @ A.mT, G, 0.3).value[..., 2], torch.zeros(1, 9, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("numbers", [1, 2**16])
+def test_a_first_step_whose_sums_are_all_rounding_has_a_possible_length(monkeypatch, numbers: int) -> None:
+    """G in the null space of K: ⟨G, KG⟩ comes out as noise of either sign, the length must not."""
+    monkeypatch.setattr(sys.modules[CG.__module__], "TURNED_NUMBERS", numbers)
+    A, G = problem((1, 30, 4, 50), seed=1)
+    G = G - A @ torch.linalg.lstsq(A, G).solution
+    K, G = (A @ A.mT).float(), G.float()
+    squared = (G * (K @ G)).sum(-2)
+    assert bool((squared < 0).any())
+    lengths = CG(1).samples(K, G, 0.3).value / G
+    assert float(lengths.max()) <= (1 + 1e-5) / 0.3
+    assert float(lengths.min()) >= (1 - 1e-5) / (0.3 + float(K.diagonal(dim1=-2, dim2=-1).sum()))
 
 
 @pytest.mark.parametrize("bias", [True, False])

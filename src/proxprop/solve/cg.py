@@ -21,8 +21,8 @@ NUMBERS_IN_USE = 6 * 2**18
 FEWEST_ROWS = 512
 """That it does so for: with fewer, a product has to read K too often."""
 
-SAFE = 1e-24, 1e24
-"""Between these a float32 sum of squares has lost nothing, and λ times it neither under- nor overflows."""
+SAFE = 1e-30, 1e24
+"""Between these a float32 sum of squares has lost nothing, and λ times it does not overflow, for λ up to 1e14."""
 
 FUSED_SAMPLES = 2048
 """Most samples of which the fused kernel holds whole columns."""
@@ -148,7 +148,8 @@ def by_rows(K: Tensor, G: Tensor, damping: float, iterations: int) -> Tensor:
 def one_step(K: Tensor, G: Tensor, damping: float) -> Tensor:
     """`by_rows` for a single step, which is G times a length for each column.
 
-    Their scale cancels, so G is not normalized first; columns whose sums turn out to need that are solved again.
+    Their scale cancels, so G is not normalized first; columns whose sums turn out to need that are solved again, but
+    those that are zero.
     """
     U, shortest, noise = G.new_empty(G.mT.shape), shortest_step(K, damping), rounding(K)
     for columns, out, K_pi, spare in blocks(G, U, arrays=2):
@@ -157,8 +158,10 @@ def one_step(K: Tensor, G: Tensor, damping: float) -> Tensor:
         squared, image = dot(pi, K_pi, (-1,), spare), dot(K_pi, K_pi, (-1,), spare)
         out.mul_(first_length(squared, image, damping, shortest))
         sums = torch.stack((squared, image))
-        unsafe = (sums.clamp(*SAFE) != sums).any(dim=(0, 1, 3))
-        if unsafe.any():
+        unsafe = (sums.clamp(*SAFE) != sums).any(dim=(0, 1, 3)).nonzero().squeeze(-1)
+        if len(unsafe):
+            unsafe = unsafe[out[:, unsafe].any(dim=(0, 2))]
+        if len(unsafe):
             out[:, unsafe] = sample_cg(K, columns.mT[:, unsafe], damping, 1, (-1,), noise)
     return U.mT
 
@@ -325,7 +328,11 @@ def rounding(K: Tensor) -> Tensor:
 
 def is_transformed(tensor: Tensor) -> bool:
     """Whether operations on a tensor are traced, batched or differentiated, and can't write where they are told to."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if (
+        type(tensor) is not Tensor
+        or torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+    ):
         return True
     functorch = torch._C._functorch
     kinds = functorch.is_batchedtensor, functorch.is_legacy_batchedtensor, functorch.is_gradtrackingtensor

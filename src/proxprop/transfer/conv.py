@@ -192,7 +192,10 @@ class ConvTransfer(Affine):
         """`AᵀAV`; in bfloat16, some images at a time."""
         if not self.coarse:
             return super().normal(V)
-        return sum((call.normal(V) for _, call in self._in_float32()), torch.zeros_like(V))
+        total = torch.zeros_like(V)
+        for _, call in self._in_float32():
+            total += call.normal(V)
+        return total
 
     def _bias_gradient(self, G: Tensor) -> Tensor | None:
         return G.sum([0, *range(2, G.dim())], dtype=wide(G)) if self.bias else None
@@ -204,8 +207,10 @@ class ConvTransfer(Affine):
         if self._takes_patches() and self.sizes.samples <= self.sizes.features:
             weight = transposed_product(_by_position(G), self._unfold(self._padded())[0])
             return self._channels_first(weight, 1).view(shape)
-        gradients = (call._own_weight_gradient(G[part].float(), shape) for part, call in self._in_float32())
-        return sum(gradients, G.new_zeros(shape, dtype=torch.float32))
+        total = G.new_zeros(shape, dtype=torch.float32)
+        for images, call in self._in_float32():
+            total += call._own_weight_gradient(G[images].float(), shape)
+        return total
 
     def _own_weight_gradient(self, G: Tensor, shape: torch.Size) -> Tensor:
         g = self.geometry

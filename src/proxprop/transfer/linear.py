@@ -10,7 +10,7 @@ from proxprop.transfer.affine import Affine
 from proxprop.transfer.transfer import OWN_PRICE_ON_A_GPU, Parameters
 
 OWN_PRICE_IN_BFLOAT16 = 7.0
-"""Where inputs are bfloat16, S is a product on tensor cores, and the layer's own, with float32 parameters, is not."""
+"""Where inputs are bfloat16: S is one product on tensor cores, the layer's own are in float32, or in three parts."""
 
 
 class LinearTransfer(Affine):
