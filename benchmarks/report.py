@@ -98,12 +98,12 @@ LIMITS = """## Where it falls short, and what limits it
 def main() -> None:
     print(INTRODUCTION)
     for name, title, *longer in (("h200", "NVIDIA H200"), ("cpu", "Two CPU cores", "cpu-mlp")):
-        record = json.loads((BENCH / f"{name}.json").read_text())
+        record = read(name)
         print(f"## {title}\n")
         print_steps(record)
         print(goals(record["rows"], name))
         for again in longer:
-            record = json.loads((BENCH / f"{again}.json").read_text())
+            record = read(again)
             print(environment(record))
             print(goals(record["rows"], name))
     for title, name in (
@@ -112,18 +112,24 @@ def main() -> None:
         ("H200, eager, with the nearest relative", "h200-eager"),
     ):
         print(f"## {title}\n")
-        print_steps(json.loads((BENCH / f"{name}.json").read_text()))
+        print_steps(read(name))
     print(MEMORY)
     print(over_the_limit())
     print(GROWTH)
     print(SPACES)
     for name in (*SPACES_ON_A_GPU, "cpu-spaces"):
-        record = json.loads((BENCH / f"{name}.json").read_text())
+        record = read(name)
         print(environment(record))
         print(spaces(record["rows"]))
         if missing := not_reached(record):
             print(missing)
     print(LIMITS.format(**numbers_of_limits()), end="")
+
+
+def read(name: str) -> dict:
+    """A record."""
+    record: dict = json.loads((BENCH / f"{name}.json").read_text())
+    return record
 
 
 def print_steps(record: dict) -> None:
@@ -158,7 +164,7 @@ def steps(rows: list[dict], precision: str) -> str:
 
 def numbers_of_limits() -> dict[str, float]:
     """Milliseconds of BackProp's step of the MLP, and microseconds of an iteration."""
-    rows = json.loads((BENCH / "h200.json").read_text())["rows"]
+    rows = read("h200")["rows"]
     took = {
         row["method"]: row["milliseconds"]
         for row in rows
@@ -172,7 +178,7 @@ def over_the_limit() -> str:
     found = [
         f"{row['network']} {row['method']} in {row['precision']} ({row['memory']:.3f} in {name}.json)"
         for name in ("h200", "h200-bf16", *SPACES_ON_A_GPU)
-        for row in json.loads((BENCH / f"{name}.json").read_text())["rows"]
+        for row in read(name)["rows"]
         if row["method"] in ("cg1", "cg3", "cg10", "exact") and row["memory"] > MOST_MEMORY
     ]
     return f"Over {MOST_MEMORY} times BackProp's memory: {', '.join(found) or 'none'}.\n"

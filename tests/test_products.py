@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cases import relative_error
@@ -188,6 +188,13 @@ CONVOLUTIONS = {
 }
 
 
+def convolution(name: str, X: Tensor, shape: torch.Size, frozen: bool = False) -> ConvTransfer:
+    layer = CONVOLUTIONS[name]
+    kind = ConvTransposeTransfer if name == "transposed" else ConvTransfer
+    weight = None if frozen else layer.weight.shape
+    return kind(X, shape, weight, layer.bias is not None, geometry(layer))
+
+
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 @pytest.mark.parametrize("device", ["as on a CPU", "as on a GPU"])
 @pytest.mark.parametrize("frozen", [False, True])
@@ -203,11 +210,9 @@ def test_a_convolution_takes_bfloat16_as_it_is(
     dimensions = len(layer.kernel_size)
     X = torch.randn(5, layer.in_channels, *[8] * dimensions, generator=generator).bfloat16()
     G = torch.randn(layer(X.float()).shape, generator=generator).bfloat16()
-    kind = ConvTransposeTransfer if name == "transposed" else ConvTransfer
-    weight, bias = None if frozen else layer.weight.shape, layer.bias is not None
-    if frozen and not bias:
+    if frozen and layer.bias is None:
         return
-    halved, whole = (kind(x, G.shape, weight, bias, geometry(layer)) for x in (X, X.float()))
+    halved, whole = (convolution(name, x, G.shape, frozen) for x in (X, X.float()))
     groups, _, features, outputs = whole.sizes
     V = torch.randn(groups, features, outputs, generator=generator)
     assert halved.coarse
@@ -238,8 +243,7 @@ def test_bfloat16_images_are_in_float32_a_few_at_a_time(name: str, monkeypatch: 
     monkeypatch.setattr(conv, "WIDENED", 2 * G[0].numel())
     counts, own = [], conv.WEIGHT_GRADIENT[2]
     monkeypatch.setitem(conv.WEIGHT_GRADIENT, 2, lambda *given: counts.append(len(given[0])) or own(*given))
-    kind = ConvTransposeTransfer if name == "transposed" else ConvTransfer
-    transfer = kind(X, G.shape, layer.weight.shape, True, geometry(layer))
+    transfer = convolution(name, X, G.shape)
     transfer.gradient(G)
     transfer.normal(torch.randn(1, transfer.sizes.features, transfer.sizes.outputs))
     assert counts == [2, 2, 1] * 2
@@ -250,8 +254,7 @@ def test_no_images_at_all_give_no_gradient_in_bfloat16_either(name: str) -> None
     layer = CONVOLUTIONS[name]
     X = torch.empty(0, layer.in_channels, 8, 8).bfloat16()
     G = layer(X.float()).bfloat16()
-    kind = ConvTransposeTransfer if name == "transposed" else ConvTransfer
-    found = kind(X, G.shape, layer.weight.shape, True, geometry(layer)).gradient(G)
+    found = convolution(name, X, G.shape).gradient(G)
     assert [gradient.dtype for gradient in found] == [torch.float32] * 2
     assert not any(bool(gradient.any()) for gradient in found)
 

@@ -221,10 +221,7 @@ class ConvTransfer(Affine):
 
     def _in_float32(self) -> Iterator[tuple[slice, "ConvTransfer"]]:
         """Some images at a time, and a call of the same layer with them in float32."""
-        numbers = max(1, self.batched.numel(), self.batched_shape.numel())
-        at_once = max(1, WIDENED * len(self.batched) // numbers)
-        for start in range(0, len(self.batched), at_once):
-            images = slice(start, start + at_once)
+        for images in self._images(max(self.batched.numel(), self.batched_shape.numel()), WIDENED):
             input = self.batched[images].float()
             shape = torch.Size([len(input), *self.batched_shape[1:]])
             yield images, type(self)(input, shape, self.weight_shape, self.bias, self.geometry)
@@ -322,10 +319,14 @@ class ConvTransfer(Affine):
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Some images at a time, and their patches."""
         groups, samples, features, _ = self.sizes
-        at_once = max(1, BLOCK // max(1, groups * samples * features // len(self.batched)))
-        for start in range(0, len(self.batched), at_once):
-            images = slice(start, start + at_once)
+        for images in self._images(groups * samples * features, BLOCK):
             yield images, self._unfold(self._padded(images))
+
+    def _images(self, numbers: int, most: int) -> Iterator[slice]:
+        """So many images at a time that of all their numbers there are at most so many, or one."""
+        at_once = max(1, most * len(self.batched) // max(1, numbers))
+        for start in range(0, len(self.batched), at_once):
+            yield slice(start, start + at_once)
 
     def _padded(self, images: slice = slice(None)) -> Tensor:
         """What patches are cut from."""
