@@ -38,6 +38,9 @@ METHODS = ("cg1", "cg3", "cg10", "exact", "adam", "muon", "isaac")
 HOPELESS = 5
 """A pinned space is not timed if it takes so many times the FLOPs of the chosen one."""
 
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""Set to 1, it has torch ask for huge pages for all large arrays on a CPU, BackProp's too."""
+
 SOLVERS = {"cg1": CG(1), "cg3": CG(3), "cg10": CG(10), "exact": Exact()}
 
 
@@ -60,7 +63,8 @@ def main() -> None:
     options = parse()
     torch.manual_seed(0)
     take_workspaces(options.device)
-    command = " ".join(sys.argv).split(" --out")[0]
+    setting = [f"{HUGE_PAGES}={os.environ[HUGE_PAGES]}"] if HUGE_PAGES in os.environ else []
+    command = " ".join([*setting, *sys.argv]).split(" --out")[0]
     head, rows = {"command": command, "environment": environment(options.device)}, []
     for name in list(NETWORKS) if options.networks == ["all"] else options.networks:
         for precision in options.precisions:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from proxprop import kernels
 from proxprop.solve import spectral
+from proxprop.solve.memory import is_transformed
 from proxprop.solve.solver import FEATURE, MATRIX_FREE, SAMPLE, Factored, Ready, Sizes, Solution, Solver
 
 TURNED_NUMBERS = 2**16
@@ -324,19 +325,6 @@ def shortest_step(K: Tensor, damping: float) -> Tensor:
 def rounding(K: Tensor) -> Tensor:
     """Of K's diagonal, `[groups, samples]`."""
     return torch.finfo(K.dtype).eps * K.diagonal(dim1=-2, dim2=-1)
-
-
-def is_transformed(tensor: Tensor) -> bool:
-    """Whether operations on a tensor are traced, batched or differentiated, and can't write where they are told to."""
-    if (
-        type(tensor) is not Tensor
-        or torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-    ):
-        return True
-    functorch = torch._C._functorch
-    kinds = functorch.is_batchedtensor, functorch.is_legacy_batchedtensor, functorch.is_gradtrackingtensor
-    return any(kind(tensor) for kind in kinds) or (tensor.requires_grad and torch.is_grad_enabled())
 
 
 def dot(

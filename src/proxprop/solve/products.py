@@ -10,11 +10,13 @@ and there is one product as in BackProp.
 """
 
 from collections.abc import Callable
+from math import prod
 
 import torch
 from torch import Tensor
 
 from proxprop import kernels
+from proxprop.solve.memory import LEAST_BYTES, in_huge_pages, is_transformed
 
 LEFT, RIGHT = (0, 2, 1, 0, 1, 0), (2, 0, 1, 1, 0, 0)
 """Which parts meet, counted from the largest."""
@@ -142,10 +144,19 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
     """`left·right`, with float32 sums of bfloat16 or float16 products."""
     product = torch.bmm if left.dim() == 3 else torch.mm
     if left.dtype not in (torch.bfloat16, torch.float16):
-        return product(left, right)
+        return product(left, right, out=_large_array(left, right))
     if left.is_cuda and not torch.compiler.is_compiling():
         return product(left, right, out_dtype=torch.float32)
     return product(left.float(), right.float())
+
+
+def _large_array(left: Tensor, right: Tensor) -> Tensor | None:
+    """Where to write a large product on a CPU; None where torch is to find the memory."""
+    if left.device.type != "cpu" or is_transformed(left) or is_transformed(right):
+        return None
+    shape = *left.shape[:-1], right.shape[-1]
+    large = prod(shape) * left.element_size() >= LEAST_BYTES
+    return in_huge_pages(left.new_empty(shape)) if large else None
 
 
 def _stacked(left: Tensor, right: Tensor | None = None) -> tuple[Tensor, Tensor]:

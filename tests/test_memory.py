@@ -1,0 +1,95 @@
+"""Large results on a CPU are written to huge pages, and are the same."""
+
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import proxprop
+from proxprop.solve import memory, products
+from proxprop.solve.memory import in_huge_pages
+
+HAS_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage").exists() and Path("/proc/self/smaps").exists()
+
+
+def flags(address: int) -> list[str]:
+    """Of the mapping that an address is in."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            first, behind = (int(number, 16) for number in words[0].split("-"))
+            inside = first <= address < behind
+        elif inside and words[0] == "VmFlags:":
+            return words[1:]
+    raise LookupError(hex(address))
+
+
+def middle(array: Tensor) -> int:
+    return array.data_ptr() + array.numel() * array.element_size() // 2
+
+
+@pytest.mark.skipif(not HAS_HUGE_PAGES, reason="there are no huge pages, or no telling")
+@pytest.mark.parametrize(("outputs", "huge"), [(2200, True), (500, False)])
+def test_the_direction_of_a_large_layer_is_in_huge_pages(outputs: int, huge: bool) -> None:
+    layer = proxprop.nn.Linear(4000, outputs)
+    layer(torch.randn(3, 4000)).sum().backward()
+    assert ("hg" in flags(middle(layer.weight.grad))) == huge
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("groups", [None, 1, 3])
+def test_a_product_is_the_same_in_huge_pages(
+    groups: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = (300, 120) if groups is None else (groups, 300, 120)
+    left, right = torch.randn(shape, dtype=dtype).mT, torch.randn(shape, dtype=dtype)
+    expected = products.multiply(left, right)
+    asked = []
+    monkeypatch.setattr(products, "in_huge_pages", lambda array: asked.append(array) or in_huge_pages(array))
+    monkeypatch.setattr(products, "LEAST_BYTES", expected.numel() * expected.element_size())
+    found = products.multiply(left, right)
+    assert [array.data_ptr() for array in asked] == [found.data_ptr()]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    monkeypatch.setattr(products, "LEAST_BYTES", expected.numel() * expected.element_size() + 1)
+    products.multiply(left, right)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("offset", [0, 1, 7, mmap.PAGESIZE // 4])
+def test_pages_that_belong_to_others_too_are_left_alone(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(memory, "_madvise", lambda: lambda *about: asked.append(about))
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 14, raising=False)
+    array = torch.empty(offset + 5 * mmap.PAGESIZE)[offset:]
+    assert in_huge_pages(array) is array
+    [(first, size, advice)] = asked
+    assert (first % mmap.PAGESIZE, size % mmap.PAGESIZE, advice) == (0, 0, 14)
+    start, behind = array.data_ptr(), array.data_ptr() + 4 * array.numel()
+    assert start <= first < start + mmap.PAGESIZE
+    assert behind - mmap.PAGESIZE < first + size <= behind
+
+
+def test_elsewhere_than_on_linux_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    monkeypatch.setattr(memory, "_madvise", lambda: pytest.fail("there is no such function"))
+    array = torch.empty(8)
+    assert in_huge_pages(array) is array
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # by dynamo
+@pytest.mark.parametrize("way", ["compiled", "dispatched"])
+def test_nothing_is_asked_for_a_trace(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "LEAST_BYTES", 0)
+    monkeypatch.setattr(products, "in_huge_pages", lambda array: pytest.fail("this has no memory of its own"))
+    model = nn.Sequential(proxprop.nn.Linear(6, 5))
+    if way == "compiled":
+        torch.compile(model, backend="aot_eager")(torch.randn(4, 6)).sum().backward()
+    else:
+        with FlopCounterMode(display=False) as counter:
+            model(torch.randn(4, 6)).sum().backward()
+        assert counter.get_total_flops() > 0
+    assert model[0].weight.grad is not None
