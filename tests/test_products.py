@@ -17,7 +17,9 @@ from proxprop.solve import products
 from proxprop.solve.products import (
     BLOCK,
     LEFT,
+    LEFT_IN_TWO,
     RIGHT,
+    RIGHT_IN_TWO,
     SMALLEST_FIRST,
     WALK,
     plain_parts,
@@ -41,6 +43,11 @@ def factors(rows: int = 300) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, 40, generator=generator), torch.randn(rows, 50, generator=generator)
 
 
+def in_float64(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
+    product = left.double() @ right.double()
+    return product if total is None else total.add_(product)
+
+
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES.keys())
 def test_six_products_of_parts_are_as_accurate_as_a_float32_product(scale: torch.Tensor) -> None:
     left, right = factors()
@@ -51,6 +58,54 @@ def test_six_products_of_parts_are_as_accurate_as_a_float32_product(scale: torch
         in_parts, precise, left.mT @ right, strict=True
     ):  # every output for itself
         assert relative_error(found, expected) < max(2e-7, relative_error(plain.double(), expected))
+
+
+@pytest.mark.parametrize("longest", [1024, 100, 77])
+@pytest.mark.parametrize(("left", "right"), [(40, 50), (50, 40), (40, 40)])
+def test_two_products_of_fewer_blocks_are_the_same(
+    left: int, right: int, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    A, B = torch.randn(300, left), torch.randn(300, right)
+    made = []
+    monkeypatch.setattr(
+        products, "_split", lambda x, order: made.append((x.shape[1], order)) or plain_parts(x, order)
+    )
+    monkeypatch.setattr(products, "_parts_pay", lambda *_: True)
+    monkeypatch.setattr(products, "LEAST_IN_TWO", 1)
+    monkeypatch.setattr(products, "LONGEST_SUM", longest)
+    monkeypatch.setattr(products, "multiply", in_float64)
+    assert relative_error(transposed_product(A, B), A.double().mT @ B.double()) < 2e-7
+    fewer, more = LEFT_IN_TWO, RIGHT_IN_TWO
+    assert set(made) == {(left, fewer if left >= right else more), (right, more if left >= right else fewer)}
+
+
+def test_the_largest_parts_meet_last() -> None:
+    """Where tensor cores cut off what they add to a sum, nothing small may follow."""
+    first = zip(LEFT_IN_TWO[:3], RIGHT_IN_TWO[2:], strict=True)
+    second = zip(LEFT_IN_TWO[1:], RIGHT_IN_TWO[:3], strict=True)
+    one, two = [*zip(LEFT, RIGHT, strict=True)], [*first, *second]
+    assert sorted(one) == sorted(two)
+    assert one[-1] == two[-1] == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "left", "right", "two"),
+    [(500, 4000, 3072, True), (500, 4000, 1000, False), (256, 8192, 8192, False), (1024, 768, 3072, True)],
+)
+def test_fewer_blocks_are_held_where_they_are_large_beside_their_product(
+    rows: int, left: int, right: int, two: bool
+) -> None:
+    A, B = torch.empty(rows, left, device="meta"), torch.empty(rows, right, device="meta")
+    assert products._two_pay(A, B) == two
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_product_is_added_to_a_total(dtype: torch.dtype) -> None:
+    left, right = (factor.to(dtype) for factor in factors())
+    product = products.multiply(left.mT, right)
+    total = torch.ones_like(product)
+    assert products.multiply(left.mT, right, total) is total
+    torch.testing.assert_close(total, product + 1)
 
 
 def test_a_walk_brings_the_same_parts_together() -> None:
@@ -64,7 +119,7 @@ def test_a_product_with_itself_shares_parts(longest: int, monkeypatch) -> None:
     monkeypatch.setattr(products, "_split", lambda x, order: made.append(order) or plain_parts(x, order))
     monkeypatch.setattr(products, "_parts_pay", lambda *_: True)
     monkeypatch.setattr(products, "LONGEST_SUM", longest)
-    monkeypatch.setattr(products, "multiply", lambda left, right: left.double() @ right.double())
+    monkeypatch.setattr(products, "multiply", in_float64)
     A = factors()[0]
     precise = A.double().mT @ A.double()
     assert relative_error(transposed_square(A[None])[0], precise) < 2e-7
@@ -82,7 +137,7 @@ def test_a_factor_that_the_caller_does_not_keep_is_freed_before_its_product(monk
         storages.append(StorageWeakRef(A.untyped_storage()))
         return A
 
-    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    def product(left: Tensor, right: Tensor, total: None) -> Tensor:
         freed.append(storages[0].expired())
         return left.float().mT @ right.float()
 
@@ -104,9 +159,9 @@ def test_a_solution_in_sample_space_is_freed_before_the_weights_product(
             storages.append(StorageWeakRef(solution.value.untyped_storage()))
             return solution
 
-    def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    def multiply(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
         freed.extend(storage.expired() for storage in storages)
-        return left.float() @ right.float()
+        return in_float64(left, right, total).float()
 
     monkeypatch.setattr(products, "multiply", multiply)
     left, right = factors()

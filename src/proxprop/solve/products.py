@@ -9,8 +9,8 @@ dimensions are therefore summed in pieces. Where both factors came in bfloat16, 
 and there is one product as in BackProp.
 """
 
-from collections.abc import Callable
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from proxprop.solve.memory import LEAST_BYTES, in_huge_pages, is_transformed
 
 LEFT, RIGHT = (0, 2, 1, 0, 1, 0), (2, 0, 1, 1, 0, 0)
 """Which parts meet, counted from the largest."""
+
+LEFT_IN_TWO, RIGHT_IN_TWO = (2, 1, 0, 0), (0, 1, 0, 1, 2)
+"""The same in two products of three: the first blocks of left meet the last of right, then the last the first."""
 
 WALK = (0, 2, 0, 1, 1, 0, 0)
 """Each of those pairs stands side by side in it once: where left is right, one stack of parts holds both factors."""
@@ -34,6 +37,9 @@ LEAST_FLOPS = 5e8
 
 LEAST_FLOPS_OF_A_SQUARE = 1e10
 """Below this, `AAᵀ` is not worth a transposed copy of A."""
+
+LEAST_IN_TWO = 2**25
+"""Bytes of parts from which on nine blocks in two products are better than twelve in one, which is faster."""
 
 LEAST_FOR_FLOAT16 = 1024
 """Samples and features from which on a copy in float16 pays where TF32 is allowed."""
@@ -56,7 +62,7 @@ def transposed_product(left: Tensor, right: Tensor | None = None, precise: bool 
     factors = [left] if right is None else [left, right]
     del left, right
     flops = 2.0 * factors[0].numel() * factors[-1].shape[1]
-    return in_parts(lambda a, b: multiply(a.mT, b), factors, flops, precise)
+    return in_parts(lambda a, b, total: multiply(a.mT, b, total), factors, flops, precise)
 
 
 def square(A: Tensor) -> Tensor:
@@ -113,10 +119,15 @@ def _half(left: Tensor) -> Tensor:
     return product
 
 
-def in_parts(
-    product: Callable[[Tensor, Tensor], Tensor], factors: list[Tensor], flops: float, precise: bool = False
-) -> Tensor:
-    """A product that sums over the rows of its factors, taken over parts where that is faster.
+class Product(Protocol):
+    """A product that sums over the rows of its factors."""
+
+    def __call__(self, left: Tensor, right: Tensor, total: Tensor | None) -> Tensor:
+        """Return it, or add it to a total and return that."""
+
+
+def in_parts(product: Product, factors: list[Tensor], flops: float, precise: bool = False) -> Tensor:
+    """A product, taken over parts where that is faster.
 
     Args:
         product: of two factors, or of as many rows of parts above one another.
@@ -127,27 +138,33 @@ def in_parts(
     """
     if not _parts_pay(factors[0], factors[-1], flops, precise):
         factors = [factor.to(wide(factors[0])) for factor in factors]
-        return product(factors[0], factors[-1])
+        return product(factors[0], factors[-1], None)
     if all(factor.dtype == torch.bfloat16 for factor in factors):
-        return product(factors[0], factors[-1])
+        return product(factors[0], factors[-1], None)
     pieces = list(zip(*(factor.split(LONGEST_SUM) for factor in factors), strict=True))
     factors.clear()
     total: Tensor | None = None
     while pieces:
-        summand = product(*_stacked(*pieces.pop(0)))
-        total = summand if total is None else total.add_(summand)
+        for left, right in _stacks(*pieces.pop(0)):
+            total = product(left, right, total)
+        del left, right  # before there are the next
     assert total is not None
     return total
 
 
-def multiply(left: Tensor, right: Tensor) -> Tensor:
-    """`left·right`, with float32 sums of bfloat16 or float16 products."""
+def multiply(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
+    """`left·right`, with float32 sums of bfloat16 or float16 products; matrices can add it to a total."""
+    half = left.dtype in (torch.bfloat16, torch.float16)
+    if half and (torch.compiler.is_compiling() or not left.is_cuda):
+        left, right, half = left.float(), right.float(), False
+    if total is not None:
+        if half:
+            return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        return total.addmm_(left, right)
     product = torch.bmm if left.dim() == 3 else torch.mm
-    if left.dtype not in (torch.bfloat16, torch.float16):
-        return product(left, right, out=_large_array(left, right))
-    if left.is_cuda and not torch.compiler.is_compiling():
+    if half:
         return product(left, right, out_dtype=torch.float32)
-    return product(left.float(), right.float())
+    return product(left, right, out=_large_array(left, right))
 
 
 def _large_array(left: Tensor, right: Tensor) -> Tensor | None:
@@ -159,16 +176,34 @@ def _large_array(left: Tensor, right: Tensor) -> Tensor | None:
     return in_huge_pages(left.new_empty(shape)) if large else None
 
 
-def _stacked(left: Tensor, right: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Bfloat16 factors whose product is that of left and right, or left; a bfloat16 number has one part."""
+def _stacks(left: Tensor, right: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
+    """Bfloat16 factors whose products add up to that of left and right, or left; a bfloat16 number has one part."""
+    rows = len(left)
     if right is None:
         parts = _split(left, WALK)
-        return parts[: -len(left)], parts[len(left) :]
+        return [(parts[:-rows], parts[rows:])]
     if left.dtype == torch.bfloat16:
-        return left.repeat(3, 1), _split(right, SMALLEST_FIRST)
+        return [(left.repeat(3, 1), _split(right, SMALLEST_FIRST))]
     if right.dtype == torch.bfloat16:
-        return _split(left, SMALLEST_FIRST), right.repeat(3, 1)
-    return _split(left, LEFT), _split(right, RIGHT)
+        return [(_split(left, SMALLEST_FIRST), right.repeat(3, 1))]
+    if not _two_pay(left, right):
+        return [(_split(left, LEFT), _split(right, RIGHT))]
+    if left.shape[1] < right.shape[1]:  # then right is held in fewer blocks
+        return [(b, a) for a, b in _in_two(right, left)]
+    return _in_two(left, right)
+
+
+def _in_two(left: Tensor, right: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Stacks that share their blocks."""
+    rows = len(left)
+    left, right = _split(left, LEFT_IN_TWO), _split(right, RIGHT_IN_TWO)
+    return [(left[:-rows], right[2 * rows :]), (left[rows:], right[: 3 * rows])]
+
+
+def _two_pay(left: Tensor, right: Tensor) -> bool:
+    """Whether parts in one stack would take much memory, also beside their product."""
+    stacked = torch.bfloat16.itemsize * len(LEFT) * (left.numel() + right.numel())
+    return stacked >= max(LEAST_IN_TWO, left.element_size() * left.shape[1] * right.shape[1] // 2)
 
 
 def _split(x: Tensor, order: tuple[int, ...]) -> Tensor:

@@ -72,12 +72,13 @@ def gram(x: Tensor, height: Axis, width: Axis) -> Tensor:
     numbers = max(FEW_NUMBERS, x.numel())
     at_once = max(1, numbers // (height.size * width.size * lags * row))
 
-    def product(left: Tensor, right: Tensor) -> Tensor:
+    def product(left: Tensor, right: Tensor, total: Tensor | None) -> Tensor:
         """S above its diagonal, from each row of the images and those that follow it, a few channels at a time."""
         left = left[:, : height.size * row].view(-1, height.size, channels, width.size).permute(1, 2, 3, 0)
         right = right.as_strided((height.size, len(right), lags * row), (row, right.stride(0), 1))
         blocks = [_block(some, right, height, width, numbers) for some in left.split(at_once, dim=1)]
-        return torch.cat(blocks).reshape(channels * lags * width.kernel, -1)
+        S = torch.cat(blocks).reshape(channels * lags * width.kernel, -1)
+        return S if total is None else total.add_(S)
 
     S = in_parts(product, [_rows(x, lags)], flops(height, width, batch, channels))
     return torch.where(_upper(channels, lags, width.kernel, x.device), S, S.mT)
