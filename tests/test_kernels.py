@@ -19,7 +19,15 @@ from proxprop.settings import Settings
 from proxprop.solve.cg import feature_cg, normalize, sample_cg
 from proxprop.solve.exact import by_elimination, by_factor
 from proxprop.solve.factor import factorize
-from proxprop.solve.products import LEFT, RIGHT, SMALLEST_FIRST, WALK, plain_parts
+from proxprop.solve.products import (
+    LEFT,
+    LEFT_IN_TWO,
+    RIGHT,
+    RIGHT_IN_TWO,
+    SMALLEST_FIRST,
+    WALK,
+    plain_parts,
+)
 from proxprop.transfer.linear import LinearTransfer
 
 pytest.importorskip("triton")
@@ -39,7 +47,7 @@ def test_kernel_under_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "26 passed, 4 skipped" in result.stdout, result.stdout
+    assert "34 passed, 4 skipped" in result.stdout, result.stdout
 
 
 def problem(groups: int, samples: int, features: int, outputs: int, seed: int) -> tuple[torch.Tensor, ...]:
@@ -143,16 +151,17 @@ def test_one_part_is_as_accurate_as_tf32() -> None:
 
 
 @inside
-@pytest.mark.parametrize("order", [LEFT, RIGHT, SMALLEST_FIRST, WALK])
-def test_parts_equal_their_twin(order: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("more", [0, 10])
+@pytest.mark.parametrize("order", [LEFT, RIGHT, LEFT_IN_TWO, RIGHT_IN_TWO, SMALLEST_FIRST, WALK])
+def test_parts_equal_their_twin(order: tuple[int, ...], more: int) -> None:
     from proxprop.kernels import split
 
     x = torch.randn(37, 24, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 36, 24)
-    assert torch.equal(split.parts(x, order), plain_parts(x, order))
-    for rows in (30, 32):
-        by_columns = x.mT.contiguous().mT[:rows]
-        found = split.parts(by_columns, order)
-        assert torch.equal(found, plain_parts(x[:rows], order))
+    assert torch.equal(split.parts(x, order, 37 + more), plain_parts(x, order, 37 + more))
+    for length in (30, 32):
+        by_columns, rows = x.mT.contiguous().mT[:length], length + more
+        found = split.parts(by_columns, order, rows)
+        assert torch.equal(found, plain_parts(x[:length], order, rows))
         assert (found.stride(0) == 1) == (len(order) * rows % 8 == 0)
 
 

@@ -52,7 +52,7 @@ def in_float64(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tens
 def test_six_products_of_parts_are_as_accurate_as_a_float32_product(scale: torch.Tensor) -> None:
     left, right = factors()
     left = left * scale
-    in_parts = plain_parts(left, LEFT).double().mT @ plain_parts(right, RIGHT).double()
+    in_parts = plain_parts(left, LEFT, 300).double().mT @ plain_parts(right, RIGHT, 300).double()
     precise = left.double().mT @ right.double()
     for found, expected, plain in zip(
         in_parts, precise, left.mT @ right, strict=True
@@ -68,7 +68,9 @@ def test_two_products_of_fewer_blocks_are_the_same(
     A, B = torch.randn(300, left), torch.randn(300, right)
     made = []
     monkeypatch.setattr(
-        products, "_split", lambda x, order: made.append((x.shape[1], order)) or plain_parts(x, order)
+        products,
+        "_split",
+        lambda x, order, rows: made.append((x.shape[1], order)) or plain_parts(x, order, rows),
     )
     monkeypatch.setattr(products, "_parts_pay", lambda *_: True)
     monkeypatch.setattr(products, "LEAST_IN_TWO", 1)
@@ -116,7 +118,8 @@ def test_a_walk_brings_the_same_parts_together() -> None:
 def test_a_product_with_itself_shares_parts(longest: int, monkeypatch) -> None:
     """As on a GPU, but for the product of parts itself."""
     made = []
-    monkeypatch.setattr(products, "_split", lambda x, order: made.append(order) or plain_parts(x, order))
+    split = products._split
+    monkeypatch.setattr(products, "_split", lambda x, order: made.append(order) or split(x, order))
     monkeypatch.setattr(products, "_parts_pay", lambda *_: True)
     monkeypatch.setattr(products, "LONGEST_SUM", longest)
     monkeypatch.setattr(products, "multiply", in_float64)
@@ -174,12 +177,12 @@ def test_a_solution_in_sample_space_is_freed_before_the_weights_product(
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.14159274, 3.4e38, -1.2e-32])
 def test_three_parts_are_the_number(value: float) -> None:
     x = torch.tensor([[value]])
-    assert plain_parts(x, SMALLEST_FIRST).float().sum().item() == x.item()
+    assert plain_parts(x, SMALLEST_FIRST, 1).float().sum().item() == x.item()
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_parts_of_what_is_not_finite_are_not_finite(value: float) -> None:
-    assert not bool(plain_parts(torch.tensor([[value]]), SMALLEST_FIRST).isfinite().all())
+    assert not bool(plain_parts(torch.tensor([[value]]), SMALLEST_FIRST, 1).isfinite().all())
 
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)])

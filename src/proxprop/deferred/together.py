@@ -17,9 +17,8 @@ from proxprop.deferred.equation import Block, Equation
 from proxprop.deferred.operator import Inverse, Operator
 from proxprop.deferred.step import direct
 from proxprop.distributed import mesh_of
-from proxprop.kernels import up
+from proxprop.kernels import ALIGNED, up
 from proxprop.transfer import Affine, BilinearTransfer, ConvTransfer, LinearTransfer, NormTransfer
-from proxprop.transfer.affine import ALIGNED
 
 TOGETHER_BYTES = 64 * 2**20
 """Most bytes of gradients, and of inverses, that are stacked; a larger layer is turned alone."""

@@ -14,6 +14,9 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Launching = Callable[Concatenate[Tensor, Arguments], Result]
 
+ALIGNED = 8
+"""A GPU multiplies by rows or columns that don't begin at multiples of so many numbers at a fraction of its speed."""
+
 _coarse = ContextVar("coarse", default=False)
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from proxprop import kernels
 from proxprop.solve.memory import LEAST_BYTES, in_huge_pages, is_transformed
@@ -194,9 +195,9 @@ def _stacks(left: Tensor, right: Tensor | None = None) -> list[tuple[Tensor, Ten
 
 
 def _in_two(left: Tensor, right: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Stacks that share their blocks."""
-    rows = len(left)
-    left, right = _split(left, LEFT_IN_TWO), _split(right, RIGHT_IN_TWO)
+    """Stacks that share their blocks, each of which begins where a GPU likes it to."""
+    rows = kernels.up(len(left), kernels.ALIGNED)
+    left, right = _split(left, LEFT_IN_TWO, rows), _split(right, RIGHT_IN_TWO, rows)
     return [(left[:-rows], right[2 * rows :]), (left[rows:], right[: 3 * rows])]
 
 
@@ -206,13 +207,14 @@ def _two_pay(left: Tensor, right: Tensor) -> bool:
     return stacked >= max(LEAST_IN_TWO, left.element_size() * left.shape[1] * right.shape[1] // 2)
 
 
-def _split(x: Tensor, order: tuple[int, ...]) -> Tensor:
+def _split(x: Tensor, order: tuple[int, ...], rows: int | None = None) -> Tensor:
     """`plain_parts`, by a kernel where there is Triton."""
+    rows = len(x) if rows is None else rows
     if not kernels.take(x):
-        return plain_parts(x, order)
+        return plain_parts(x, order, rows)
     from proxprop.kernels import split
 
-    return split.parts(x, order)
+    return split.parts(x, order, rows)
 
 
 def _parts_pay(left: Tensor, right: Tensor, flops: float, precise: bool) -> bool:
@@ -232,9 +234,9 @@ def has_parts(factor: Tensor) -> bool:
     return kernels.take(factor) and torch.cuda.get_device_capability(factor.device) in FAST_BFLOAT16
 
 
-def plain_parts(x: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Bfloat16 parts of x `[rows, columns]` in this order, above one another: `[len(order)·rows, columns]`."""
-    found = []
+def plain_parts(x: Tensor, order: tuple[int, ...], rows: int) -> Tensor:
+    """Bfloat16 parts of x `[up to rows, columns]` in this order, above one another: `[len(order)·rows, columns]`."""
+    x, found = functional.pad(x, (0, 0, 0, rows - len(x))), []
     for _ in range(2):
         head = (x.view(torch.int32) & -65536).view(torch.float32)  # the leading eight bits
         found.append(head.bfloat16())

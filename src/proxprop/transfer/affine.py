@@ -3,12 +3,9 @@
 import torch
 from torch import Tensor
 
-from proxprop.kernels import up
+from proxprop.kernels import ALIGNED, up
 from proxprop.solve.products import square, transposed_square, wide
 from proxprop.transfer.transfer import Parameters, Transfer
-
-ALIGNED = 8
-"""Rows of S begin at multiples of this many numbers: a GPU multiplies by rows that don't at a fraction of its speed."""
 
 
 class Affine(Transfer):
