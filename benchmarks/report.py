@@ -43,6 +43,10 @@ of float32's accuracy is lost beyond a few times its rounding, while BackProp's 
 them. Part of the low ratios is that: the weight gradient's product, which a proximal step needs as well, takes half
 the time. In TF32, too, that product is faster here than in BackProp, because a solve leaves its result in the layout
 that tensor cores like.
+
+On a CPU, Linux is asked for huge pages for what a large layer's gradient is written to, as NumPy asks for its arrays;
+torch asks for none unless `THP_MEM_ALLOC_ENABLE=1` is set. Part of the ratio of the multilayer perceptron is that; the
+last of its tables has torch ask as well, on both sides.
 """
 
 MEMORY = """Memory is the peak of a step for cg3, beside BackProp's: of one that is not captured, but solves beside the
@@ -78,12 +82,9 @@ LIMITS = """## Where it falls short, and what limits it
 - **GPU, exact with thousands of features** (ResNet-18, the GPT-2 block): much of a solve by blocks waits for pivots, a
   diagonal block after the other, which could be factorised while the rest is still being updated.
 - **GPU, convolutions at batch 50**: bound by launches, most of them for a Gram matrix.
-- **CPU, multilayer perceptron**: one iteration costs a little more than was aimed at, as the record with most rounds
-  shows; in shorter ones that is within the noise of two cores. BackProp needs no gradient for the first layer's input,
-  so that FLOPs alone come close to the goal; the rest are arrays that are read and written beside the products. Three
-  iterations and ten are below what FLOPs predict, because they are taken in the eigenbasis of K. Some of every step
-  goes to memory that is new each time, handed out page by page, as in BackProp's: to keep a direction's memory from
-  step to step would save that, but hold what `zero_grad` is meant to free.
+- **CPU, multilayer perceptron**: BackProp needs no gradient for the first layer's input, so that FLOPs alone come close
+  to the goal of one iteration and of an exact step, and what else is read and written beside the products adds to
+  that. Three iterations and ten are below what FLOPs predict, because they are taken in the eigenbasis of K.
 - **CPU, convolutions**: most of the extra time is S, and of that products with narrow matrices of cosines; at batch 50
   it is bound by calls.
 - **Eager GPU steps** are bound by the host, which has several dozen small kernels to launch for a layer, and so differ
@@ -97,7 +98,10 @@ LIMITS = """## Where it falls short, and what limits it
 
 def main() -> None:
     print(INTRODUCTION)
-    for name, title, *longer in (("h200", "NVIDIA H200"), ("cpu", "Two CPU cores", "cpu-mlp")):
+    for name, title, *longer in (
+        ("h200", "NVIDIA H200"),
+        ("cpu", "Two CPU cores", "cpu-mlp", "cpu-mlp-huge-pages"),
+    ):
         record = read(name)
         print(f"## {title}\n")
         print_steps(record)

@@ -3,6 +3,7 @@
 A float32 number is the sum of three bfloat16 numbers of eight bits each, exactly if above 1e-33. Of
 the nine products of parts, six reach as far as float32's last bit; they stand above one another along the inner
 dimension of one bfloat16 product with float32 sums, the smallest first: six times the work at fifteen times the rate.
+Where they would take much memory, two products of three share what stands there twice.
 
 Tensor cores cut off what they add to a sum rather than round it, so that long sums come out too small; long inner
 dimensions are therefore summed in pieces. Where both factors came in bfloat16, their own rounding is far above that,
