@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import FlopCounterMode
 
 from cases import relative_error
 from proxprop import CG
@@ -18,6 +19,7 @@ from proxprop.solve.products import (
     BLOCK,
     LEFT,
     LEFT_IN_TWO,
+    LONGEST_SUM,
     RIGHT,
     RIGHT_IN_TWO,
     SMALLEST_FIRST,
@@ -99,6 +101,22 @@ def test_fewer_blocks_are_held_where_they_are_large_beside_their_product(
 ) -> None:
     A, B = torch.empty(rows, left, device="meta"), torch.empty(rows, right, device="meta")
     assert products._two_pay(A, B) == two
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the parts are multiplied by a GPU")
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize(("left", "right"), [(4096, 512), (512, 4096)])
+@pytest.mark.parametrize("rows", [1003, 2000])
+def test_two_products_on_a_gpu(rows: int, left: int, right: int, by_columns: bool) -> None:
+    A, B = torch.randn(rows, left, device="cuda"), torch.randn(rows, right, device="cuda")
+    assert products._two_pay(A[:LONGEST_SUM], B[:LONGEST_SUM])
+    A = A.mT.contiguous().mT if by_columns else A
+    found = transposed_product(A, B)
+    assert relative_error(found.double(), A.double().mT @ B.double()) < 2e-6
+    with FlopCounterMode(display=False) as counter:
+        counted = transposed_product(A, B)
+    assert relative_error(counted.double(), found.double()) < 1e-6
+    assert counter.get_total_flops() >= 6 * 2 * rows * left * right
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 LEAST_BYTES = 2**25
-"""From these on, the C library asks Linux for every array anew, and gives it back when it is freed."""
+"""From these on, glibc asks Linux for every array anew, and gives it back when it is freed."""
 
 
 def in_huge_pages(array: Tensor) -> Tensor:
@@ -19,7 +19,7 @@ def in_huge_pages(array: Tensor) -> Tensor:
     gradient of a large layer that is a good part of the time that its product takes. NumPy asks likewise.
 
     Args:
-        array: contiguous; where Linux has no huge pages to give, it is left as it is.
+        array: contiguous, of at least a page; where Linux has no huge pages to give, it is left as it is.
     """
     if hasattr(mmap, "MADV_HUGEPAGE"):
         start, size = array.data_ptr(), array.numel() * array.element_size()

@@ -157,25 +157,28 @@ def in_parts(product: Product, factors: list[Tensor], flops: float, precise: boo
 def multiply(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
     """`left·right`, with float32 sums of bfloat16 or float16 products; matrices can add it to a total."""
     half = left.dtype in (torch.bfloat16, torch.float16)
-    if half and (torch.compiler.is_compiling() or not left.is_cuda):
+    if half and (
+        is_transformed(left) or not left.is_cuda
+    ):  # torch can't count the FLOPs of what else follows
         left, right, half = left.float(), right.float(), False
-    if total is not None:
-        if half:
-            return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-        return total.addmm_(left, right)
     product = torch.bmm if left.dim() == 3 else torch.mm
+    if total is None:
+        if half:
+            return product(left, right, out_dtype=torch.float32)
+        return product(left, right, out=_large_array(left, right))
     if half:
-        return product(left, right, out_dtype=torch.float32)
-    return product(left, right, out=_large_array(left, right))
+        return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    return total.addmm_(left, right)
 
 
 def _large_array(left: Tensor, right: Tensor) -> Tensor | None:
     """Where to write a large product on a CPU; None where torch is to find the memory."""
-    if left.device.type != "cpu" or is_transformed(left) or is_transformed(right):
+    if left.device.type != "cpu" or torch.compiler.is_compiling():
         return None
     shape = *left.shape[:-1], right.shape[-1]
-    large = prod(shape) * left.element_size() >= LEAST_BYTES
-    return in_huge_pages(left.new_empty(shape)) if large else None
+    if prod(shape) * left.element_size() < LEAST_BYTES or is_transformed(left) or is_transformed(right):
+        return None
+    return in_huge_pages(left.new_empty(shape))
 
 
 def _stacks(left: Tensor, right: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
@@ -236,8 +239,11 @@ def has_parts(factor: Tensor) -> bool:
 
 
 def plain_parts(x: Tensor, order: tuple[int, ...], rows: int) -> Tensor:
-    """Bfloat16 parts of x `[up to rows, columns]` in this order, above one another: `[len(order)·rows, columns]`."""
-    x, found = functional.pad(x, (0, 0, 0, rows - len(x))), []
+    """Bfloat16 parts of x `[up to rows, columns]` in this order, above one another: `[len(order)·rows, columns]`.
+
+    Each has zeros behind the rows of x.
+    """
+    x, found = functional.pad(x, (0, 0, 0, rows - len(x))) if rows > len(x) else x, []
     for _ in range(2):
         head = (x.view(torch.int32) & -65536).view(torch.float32)  # the leading eight bits
         found.append(head.bfloat16())
