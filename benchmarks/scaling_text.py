@@ -52,7 +52,8 @@ ASSUMED = """## From 1 to 1,024 GPUs
 Assumed, not measured: 8 GPUs a node, 450 GB/s between GPUs of a node (NVLink), 50 GB/s a GPU between nodes
 (InfiniBand), 20 µs · log₂(ranks) a call. Every GPU takes the same batch whatever their number. A step is
 
-    BackProp's FLOPs / measured FLOP/s + S + factorisation / every + solve + packing + what backward does not hide
+    BackProp's FLOPs / measured FLOP/s + S + factorisation / every
+      + solve + packing + what backward does not hide
 
 - An all-reduce moves `2(r − 1)/r` of its bytes inside a node of r GPUs, and as much of an eighth between nodes.
 - Two thirds of BackProp's time, its backward, hide communication. Under DDP that is gradients and S; under FSDP2 two

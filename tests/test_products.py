@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.flop_counter import FlopCounterMode
 
 from cases import relative_error
 from proxprop import CG
@@ -111,12 +110,7 @@ def test_two_products_on_a_gpu(rows: int, left: int, right: int, by_columns: boo
     A, B = torch.randn(rows, left, device="cuda"), torch.randn(rows, right, device="cuda")
     assert products._two_pay(A[:LONGEST_SUM], B[:LONGEST_SUM])
     A = A.mT.contiguous().mT if by_columns else A
-    found = transposed_product(A, B)
-    assert relative_error(found.double(), A.double().mT @ B.double()) < 2e-6
-    with FlopCounterMode(display=False) as counter:
-        counted = transposed_product(A, B)
-    assert relative_error(counted.double(), found.double()) < 1e-6
-    assert counter.get_total_flops() >= 6 * 2 * rows * left * right
+    assert relative_error(transposed_product(A, B).double(), A.double().mT @ B.double()) < 2e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

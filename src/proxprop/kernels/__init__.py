@@ -21,9 +21,14 @@ _coarse = ContextVar("coarse", default=False)
 
 
 def take(array: Tensor) -> bool:
-    """Whether Triton is there and the kernels are made for this array: float32 on a CUDA GPU."""
+    """Whether Triton is there and the kernels are made for this array: float32 on a CUDA GPU.
+
+    The twins are taken where torch.compile fuses them itself, and where a mode, such as a counter of FLOPs, is to see
+    what is done.
+    """
     made_for = array.is_cuda and array.dtype == torch.float32
-    return made_for and not torch.compiler.is_compiling() and _found()  # torch.compile fuses the twins itself
+    seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return made_for and not seen and _found()
 
 
 def multiply(array: Tensor) -> bool:
