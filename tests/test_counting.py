@@ -22,11 +22,11 @@ def test_it_is_shown_the_plain_twins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("solver", [CG(3), Exact()], ids=str)
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-3), (torch.bfloat16, 1e-2)])
 def test_a_step_on_a_gpu_can_be_counted(dtype: torch.dtype, close: float, solver: CG | Exact) -> None:
     inputs, outputs = 16 * 14 * 14, 4096
     layers = nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(inputs, outputs), nn.Linear(outputs, 10)
-    model = proxprop.convert(nn.Sequential(*layers).cuda(), solver, tau_theta=1.0)
+    model = proxprop.convert(nn.Sequential(*layers).cuda(), solver, tau_theta=1e-4)
     x = torch.randn(1003, 3, 16, 16, device="cuda")
 
     def directions() -> list[Tensor]:
