@@ -23,6 +23,8 @@ PAPER = {"mlp-500": {"cg3": 2.75, "exact": 6.3}, "convnet-500": {"cg3": 3.1, "cg
 
 SPACES_ON_A_GPU = ("h200-spaces", "h200-spaces-rest", "h200-spaces-cg1", "h200-spaces-bf16")
 
+PROXIMAL = ("cg1", "cg3", "cg10", "exact")
+
 MOST_MEMORY = 1.25
 """Of a proximal step, beside BackProp's."""
 
@@ -52,7 +54,8 @@ last of its tables has torch ask as well, on both sides.
 MEMORY = """Memory is the peak of a step for cg3, beside BackProp's: of one that is not captured, but solves beside the
 backward pass as a captured one does; in the eager table, of an eager one. It leaves out what cuBLAS keeps for every
 stream that is used, also for the four on which systems are solved beside the backward pass. From run to run it differs
-by some hundredths, as the allocator hands out larger blocks than it is asked for.
+by some hundredths, as the allocator hands out larger blocks than it is asked for. On a CPU it is what torch's profiler
+sees allocated, at most {most:.2f} times BackProp's in `results/bench/cpu-memory.json` ({which}).
 """
 
 GROWTH = """## How it grows
@@ -117,7 +120,7 @@ def main() -> None:
     ):
         print(f"## {title}\n")
         print_steps(read(name))
-    print(MEMORY)
+    print(MEMORY.format(**most_on_a_cpu()))
     print(over_the_limit())
     print(GROWTH)
     print(SPACES)
@@ -177,13 +180,20 @@ def numbers_of_limits() -> dict[str, float]:
     return {"step": took["backprop"], "iteration": 1e3 * (took["cg10"] - took["cg3"]) / 7}
 
 
+def most_on_a_cpu() -> dict[str, object]:
+    """The proximal step that takes most memory on a CPU, beside BackProp's."""
+    rows = [row for row in read("cpu-memory")["rows"] if row["method"] in PROXIMAL]
+    most = max(rows, key=lambda row: row["memory"])
+    return {"most": most["memory"], "which": f"{most['network']} {most['method']}"}
+
+
 def over_the_limit() -> str:
-    """Which proximal steps take more memory than they may, in any of the captured records."""
+    """Which proximal steps take more memory than they may, in any of the captured records or on a CPU."""
     found = [
         f"{row['network']} {row['method']} in {row['precision']} ({row['memory']:.3f} in {name}.json)"
-        for name in ("h200", "h200-bf16", *SPACES_ON_A_GPU)
+        for name in ("h200", "h200-bf16", *SPACES_ON_A_GPU, "cpu-memory")
         for row in read(name)["rows"]
-        if row["method"] in ("cg1", "cg3", "cg10", "exact") and row["memory"] > MOST_MEMORY
+        if row["method"] in PROXIMAL and row["memory"] > MOST_MEMORY
     ]
     return f"Over {MOST_MEMORY} times BackProp's memory: {', '.join(found) or 'none'}.\n"
 

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from unittest import mock
@@ -27,6 +28,7 @@ from unittest import mock
 import torch
 from networks import NETWORKS, Network
 from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.benchmark import Timer
 
 import proxprop
@@ -126,7 +128,11 @@ def measure(network: Network, options: argparse.Namespace, precision: str) -> li
                     f"{predicted[name] / predicted[method]:.0f} times the FLOPs of the chosen space"
                 )
             captures = options.device != "cpu" and not (options.eager or options.passes)
-            memory[name] = None if options.passes else peak_memory(step, options.device, others, captures)
+            if options.device == "cpu":
+                again = partial(prepare, network, method, space, options, precision)
+                memory[name] = peak_memory_on_a_cpu(again)
+            else:
+                memory[name] = None if options.passes else peak_memory(step, options.device, others, captures)
             steps[name] = captured(step) if captures else step
         except (
             RuntimeError,
@@ -305,6 +311,22 @@ def peak_memory(step: Callable, device: str, others: int, captures: bool = False
         step()
         torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - others) / 2**20
+
+
+def peak_memory_on_a_cpu(prepared: Callable[[], tuple[nn.Module, Callable]]) -> float:
+    """Most memory a model, its optimizer and its second step hold, in MiB, as torch's profiler sees it allocated."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        _, step = prepared()
+        step()
+        with record_function("second step"):
+            step()
+    events = profiler.profiler.kineto_results.events()
+    begin = min(event.start_ns() for event in events if event.name() == "second step")
+    held, most = 0, 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held) if event.start_ns() >= begin else most
+    return most / 2**20
 
 
 def prediction(network: Network, model: nn.Module, device: str) -> float | None:

@@ -157,9 +157,8 @@ def in_parts(product: Product, factors: list[Tensor], flops: float, precise: boo
 def multiply(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
     """`left·right`, with float32 sums of bfloat16 or float16 products; matrices can add it to a total."""
     half = left.dtype in (torch.bfloat16, torch.float16)
-    if half and (
-        is_transformed(left) or not left.is_cuda
-    ):  # torch can't count the FLOPs of what else follows
+    # torch has products with sums of another precision on a GPU alone, and can't count their FLOPs
+    if half and (is_transformed(left) or not left.is_cuda):
         left, right, half = left.float(), right.float(), False
     product = torch.bmm if left.dim() == 3 else torch.mm
     if total is None:
