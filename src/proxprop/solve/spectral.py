@@ -41,7 +41,7 @@ def eigenbasis(M: Tensor, space: str) -> tuple[Tensor, Tensor, Tensor | None] | 
     if not is_level(M):
         return None
     try:
-        values, vectors = torch.linalg.eigh(M, UPLO="U")  # which LAPACK finds faster here than from the lower half
+        values, vectors = torch.linalg.eigh(M, UPLO="U")  # the upper half is the faster one
     except LinAlgError:
         return None
     if space != SAMPLE:
