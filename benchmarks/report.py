@@ -88,8 +88,8 @@ LIMITS = """## Where it falls short, and what limits it
 - **CPU, multilayer perceptron**: BackProp needs no gradient for the first layer's input, so that FLOPs alone come close
   to the goal of one iteration and of an exact step, and what else is read and written beside the products adds to
   that. Several iterations are taken in the eigenbasis of K: three cost about what FLOPs predict, ten far less. From run
-  to run a median of 60 rounds on two shared cores differs by some hundredths, so that three iterations came out above
-  their goal once and below it in the other records; eigenvectors are found a tenth faster since the first of the two.
+  to run a median on two shared cores differs by some hundredths, so that three iterations came out above
+  their goal once and below it in the other records; eigenvectors are found a little faster since that one.
 - **CPU, convolutions**: most of the extra time is S, and of that products with narrow matrices of cosines; at batch 50
   it is bound by calls.
 - **Eager GPU steps** are bound by the host, which has several dozen small kernels to launch for a layer, and so differ
