@@ -87,9 +87,9 @@ LIMITS = """## Where it falls short, and what limits it
 - **GPU, convolutions at batch 50**: bound by launches, most of them for a Gram matrix.
 - **CPU, multilayer perceptron**: BackProp needs no gradient for the first layer's input, so that FLOPs alone come close
   to the goal of one iteration and of an exact step, and what else is read and written beside the products adds to
-  that. Several iterations are taken in the eigenbasis of K: three cost about what FLOPs predict, ten far less. From run
-  to run a median on two shared cores differs by some hundredths, so that three iterations came out above
-  their goal once and below it in the other records; eigenvectors are found a little faster since that one.
+  that. Several iterations are taken in the eigenbasis of K: three cost about what FLOPs predict, ten far less. On two
+  shared cores a median differs from run to run by some hundredths, and three iterations lie so close to their goal
+  that some records are above it and some below; one iteration is above its own where pinned spaces take seconds.
 - **CPU, convolutions**: most of the extra time is S, and of that products with narrow matrices of cosines; at batch 50
   it is bound by calls.
 - **Eager GPU steps** are bound by the host, which has several dozen small kernels to launch for a layer, and so differ
@@ -111,6 +111,7 @@ def main() -> None:
             "cpu-mlp",
             "cpu-mlp-cg-before",
             "cpu-mlp-cg",
+            "cpu-mlp-again",
             "cpu-convnet",
             "cpu-mlp-huge-pages",
         ),
