@@ -27,8 +27,12 @@ def take(array: Tensor) -> bool:
     what is done.
     """
     made_for = array.is_cuda and array.dtype == torch.float32
-    seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    return made_for and not seen and _found()
+    return made_for and not is_watched() and _found()
+
+
+def is_watched() -> bool:
+    """Whether what is done is compiled, or passes through a mode of torch's dispatch."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def multiply(array: Tensor) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from proxprop.kernels import is_watched
+
 LEAST_BYTES = 2**25
 """From these on, glibc asks Linux for every array anew, and gives it back when it is freed."""
 
@@ -38,11 +40,7 @@ def _madvise() -> Any:
 
 def is_transformed(tensor: Tensor) -> bool:
     """Whether operations on a tensor are traced, batched or differentiated, and can't write where they are told to."""
-    if (
-        type(tensor) is not Tensor
-        or torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-    ):
+    if type(tensor) is not Tensor or is_watched():
         return True
     functorch = torch._C._functorch
     kinds = functorch.is_batchedtensor, functorch.is_legacy_batchedtensor, functorch.is_gradtrackingtensor
