@@ -138,8 +138,8 @@ def test_outputs_taken_as_rows_give_the_same(monkeypatch, groups: int, outputs: 
     whole = CG(iterations).samples(K, G, 0.3).value
     monkeypatch.setattr(sys.modules[CG.__module__], "TURNED_NUMBERS", 1)
     monkeypatch.setattr(sys.modules[CG.__module__], "FEWEST_ROWS", 1)
-    for numbers in (1, 48 * 9 * groups, 10**6):  # one output at a time, eight or sixteen, all
-        monkeypatch.setattr(sys.modules[CG.__module__], "NUMBERS_IN_USE", numbers)
+    for size in (1, 8 * 48 * 9 * groups, 10**7):  # one output at a time, eight or sixteen, all
+        monkeypatch.setattr(sys.modules[CG.__module__], "BYTES_IN_USE", size)
         by_rows = CG(iterations).samples(K, G, 0.3).value
         assert by_rows.stride() != whole.stride() or outputs == 1
         assert relative_error(A.mT @ by_rows, A.mT @ whole) < 1e-13

@@ -16,8 +16,8 @@ from proxprop.solve.solver import FEATURE, MATRIX_FREE, SAMPLE, Factored, Ready,
 TURNED_NUMBERS = 2**16
 """From so many numbers of G on, a CPU works on it with outputs as rows."""
 
-NUMBERS_IN_USE = 6 * 2**18
-"""That it then works on at a time, in all arrays together: six megabytes of float32."""
+BYTES_IN_USE = 6 * 2**20
+"""That it then works on at a time, in all arrays together."""
 
 FEWEST_ROWS = 512
 """That it does so for: with fewer, a product has to read K too often."""
@@ -124,8 +124,16 @@ class CG(Solver):
         if basis is None:
             return None
         values, vectors, weights = basis
-        rows = values.add_(damping).unsqueeze(-2), weights.unsqueeze(-2) if weights is not None else None
-        return Factored(vectors, lambda B: on_diagonal(*rows, vectors, B, damping, self.iterations).mT)
+        diagonal = values.add_(damping)
+        rows = diagonal.unsqueeze(-2), weights.unsqueeze(-2) if weights is not None else None
+
+        def in_steps(B: Tensor) -> Tensor:
+            return on_diagonal(*rows, vectors, B, damping, self.iterations).mT
+
+        if self.iterations > spectral.MOST_POLYNOMIALS:
+            return Factored(vectors, in_steps)
+        polynomials = spectral.polynomials(diagonal, weights, self.iterations)
+        return Factored(vectors, partial(in_krylov_space, polynomials, vectors, otherwise=in_steps))
 
     @property
     def _sums(self) -> tuple[int, ...]:
@@ -194,13 +202,48 @@ def on_diagonal(
     return D
 
 
+def in_krylov_space(
+    polynomials: spectral.Polynomials, vectors: Tensor, B: Tensor, otherwise: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """What `on_diagonal` comes to in few steps, without taking them; a block of columns at a time.
+
+    Args:
+        polynomials: as many as steps.
+        vectors: the basis, `[groups, size, size]` as columns.
+        B: right-hand side `[groups, size, outputs]`, in the basis it came in.
+        otherwise: takes the steps, for columns whose equations are near singular.
+
+    Returns:
+        `[groups, size, outputs]`, in that basis.
+    """
+    if is_transformed(B):
+        return otherwise(B)
+    values, moments = polynomials
+    D, sums = B.new_empty(B.shape), moments.new_empty(*moments.shape[:-1], B.shape[-1])
+    width = max(FEWEST_ROWS, BYTES_IN_USE // ((2 * B.itemsize + sums.itemsize) * B[..., 0].numel()))
+    memory = sums.new_empty(D[..., :width].numel())
+    for columns, out, those in zip(*(array.split(width, dim=-1) for array in (B, D, sums)), strict=True):
+        squares = memory[: out.numel()].view(out.shape)
+        squares.copy_(torch.bmm(vectors.mT, columns, out=out)).mul_(squares)
+        torch.bmm(moments, squares, out=those)
+    shares, safe = spectral.coefficients(sums, values.shape[-2])
+    for some, out in zip(shares.to(B.dtype).split(width, dim=-1), D.split(width, dim=-1), strict=True):
+        out.mul_(values.mT @ some)
+    unsafe = safe.logical_not().any(0).nonzero().squeeze(-1)
+    if len(unsafe):
+        unsafe = unsafe[B.index_select(-1, unsafe).any(0).any(0)]
+    if len(unsafe):
+        D[..., unsafe] = otherwise(B.index_select(-1, unsafe))
+    return D
+
+
 def blocks(B: Tensor, X: Tensor, arrays: int) -> Iterator[tuple[Tensor, ...]]:
     """Blocks of the columns of B `[groups, size, outputs]` and of the rows of X `[groups, outputs, size]`.
 
     Each comes with so many arrays of its rows' shape to work in, always the same ones.
     """
     groups, _, size = X.shape
-    rows = max(FEWEST_ROWS, NUMBERS_IN_USE // ((1 + arrays) * groups * size))
+    rows = max(FEWEST_ROWS, BYTES_IN_USE // ((1 + arrays) * X.itemsize * groups * size))
     memory = X.new_empty(arrays * X[:, :rows].numel())
     for columns, out in zip(B.split(rows, dim=-1), X.split(rows, dim=-2), strict=True):
         yield columns, out, *memory[: arrays * out.numel()].view(arrays, *out.shape).unbind()

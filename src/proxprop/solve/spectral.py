@@ -3,7 +3,13 @@
 Conjugate gradients take the same steps in every orthonormal basis. The eigenbasis costs as much as some iterations and
 two products with it as much as two; all others are then nearly free. That pays on a CPU of few cores, from three
 iterations on where outputs are many. A GPU takes far longer for eigenvectors than for all the products they replace.
+
+Few iterations need not be taken at all there. k of them end at the best point of the Krylov space, which is the
+right-hand side times some polynomial of the eigenvalues of degree below k. The coefficients are the solution of k
+equations for each column, and what these are made of is one product with the squares of its entries.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +20,28 @@ from proxprop.solve.solver import SAMPLE
 BASIS_COLUMNS = 1300, 5
 """On two cores, eigenvectors of a matrix take about as long as a product with 1300 + 5·rows columns, in float32 and in
 float64. More cores multiply faster, but hardly find eigenvectors faster."""
+
+MOST_POLYNOMIALS = 12
+"""With more, forming and solving the equations is no faster than the iterations."""
+
+LEAST_PIVOT = 1e-6
+"""Share of a polynomial's square that has to be its own, and not that of those before it."""
+
+LEAST_SQUARE = 1e-150
+"""Below it, a float64 sum of squares may have lost summands."""
+
+
+class Polynomials(NamedTuple):
+    """A basis of those of low degree, by their values at the eigenvalues.
+
+    Attributes:
+        values: `[groups, degrees, size]`.
+        moments: what squares of a right-hand side's entries are multiplied by and summed for its equations, one matrix
+            with its right-hand side for each column, `[groups, degrees·(degrees + 1), size]` in float64.
+    """
+
+    values: Tensor
+    moments: Tensor
 
 
 def pays(size: int, iterations: int, outputs: int) -> bool:
@@ -35,8 +63,8 @@ def eigenbasis(M: Tensor, space: str) -> tuple[Tensor, Tensor, Tensor | None] | 
         space: which of the two.
 
     Returns:
-        Eigenvalues `[groups, size]`, eigenvectors `[groups, size, size]` as columns, weights `[groups, size]` or None
-        where all are 1. None where there are none to be found, as for NaN, or none that are accurate enough.
+        Eigenvalues `[groups, size]`, eigenvectors `[groups, size, size]` as columns, weights `[groups, size]` up to 1, or
+        None where all are 1. None where there are none to be found, as for NaN, or none that are accurate enough.
     """
     if not is_level(M):
         return None
@@ -46,8 +74,9 @@ def eigenbasis(M: Tensor, space: str) -> tuple[Tensor, Tensor, Tensor | None] | 
         return None
     if space != SAMPLE:
         return values.clamp_(min=0.0), vectors, None
-    rounding = torch.finfo(M.dtype).eps * values[..., -1:] * M.shape[-1] ** 0.5
-    weights = values.where(values > rounding, 0.0)
+    precision = torch.finfo(M.dtype)
+    shares = values / values[..., -1:].clamp(min=precision.tiny)
+    weights = shares.where(shares > precision.eps * M.shape[-1] ** 0.5, 0.0)
     return values.clamp_(min=0.0), vectors, weights
 
 
@@ -60,3 +89,52 @@ def is_level(M: Tensor) -> bool:
     diagonal = M.diagonal(dim1=-2, dim2=-1)
     least = diagonal.where(diagonal > 0, torch.inf).amin()
     return bool(diagonal.amax() * torch.finfo(M.dtype).eps ** 0.5 <= least)
+
+
+def polynomials(diagonal: Tensor, weights: Tensor | None, degrees: int) -> Polynomials:
+    """Those that are orthogonal for a right-hand side that has as much of each eigenvector.
+
+    Others are not far from that, so their equations are well-conditioned.
+
+    Args:
+        diagonal: of the matrix to solve with, in its eigenbasis, `[groups, size]`.
+        weights: of an inner product's summands, `[groups, size]`; None where all are 1.
+        degrees: how many polynomials.
+    """
+    exact = diagonal.double()
+    weighted = torch.ones_like(exact) if weights is None else weights.double()
+    curved = weighted * exact
+    density = curved / curved.sum(-1, keepdim=True)
+    values, new = exact.new_empty(len(exact), degrees, exact.shape[-1]), torch.ones_like(exact)
+    for i in range(degrees):
+        shares = values[:, :i] @ (density * new).unsqueeze(-1)
+        new = new - (values[:, :i].mT @ shares).squeeze(-1)
+        values[:, i] = new / (density * new.square()).sum(-1, keepdim=True).sqrt()
+        new = exact * values[:, i]
+    values.nan_to_num_(0.0, 0.0, 0.0)  # from where on there are none
+    matrix = (values * curved.unsqueeze(-2)).unsqueeze(-2) * values.unsqueeze(-3)
+    right = (values * weighted.unsqueeze(-2)).unsqueeze(-2)
+    return Polynomials(values.to(diagonal.dtype), torch.cat((matrix, right), dim=-2).flatten(-3, -2))
+
+
+def coefficients(sums: Tensor, degrees: int) -> tuple[Tensor, Tensor]:
+    """Solve the equations of each column.
+
+    Args:
+        sums: `moments` times squares `[groups, degrees·(degrees + 1), columns]`, which is overwritten.
+        degrees: how many polynomials.
+
+    Returns:
+        `[groups, degrees, columns]`, zero where the equations are too close to singular, as where a column has
+        converged in fewer steps or is zero, and where that is not so `[groups, columns]`.
+    """
+    system = sums.unflatten(1, (degrees, degrees + 1))
+    squares = system.diagonal(dim1=1, dim2=2).mT.clone()
+    safe = squares[:, 0] > LEAST_SQUARE
+    for i in range(degrees):
+        pivot, rest = system[:, i, i], system[:, :, i + 1 :]
+        safe &= pivot > LEAST_PIVOT * squares[:, i]
+        row = rest[:, i] / pivot.unsqueeze(1)
+        rest.addcmul_(system[:, :, i : i + 1], row.unsqueeze(1), value=-1)
+        rest[:, i] = row
+    return system[:, :, -1].masked_fill(safe.logical_not().unsqueeze(1), 0.0), safe
