@@ -63,8 +63,9 @@ def eigenbasis(M: Tensor, space: str) -> tuple[Tensor, Tensor, Tensor | None] | 
         space: which of the two.
 
     Returns:
-        Eigenvalues `[groups, size]`, eigenvectors `[groups, size, size]` as columns, weights `[groups, size]` up to 1, or
-        None where all are 1. None where there are none to be found, as for NaN, or none that are accurate enough.
+        Eigenvalues `[groups, size]`, eigenvectors `[groups, size, size]` as columns, weights `[groups, size]` of which
+        the largest is 1, or None where all are. None where there are none to be found, as for NaN, or none that are
+        accurate enough.
     """
     if not is_level(M):
         return None
