@@ -1,0 +1,108 @@
+"""The tables of layers, solvers and spaces on a GPU, and layers that are large enough for its own ways to multiply."""
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cases import LAYERS, SOLVER_SPACES, SOLVERS, LayerCase, by_name, oracle, randn, relative_error
+from proxprop import CG, Exact
+from proxprop.nn import TABLE
+from proxprop.solve import Solver
+from test_layers import CASES, Case, converted, fresh
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+PRECISIONS = {"float64": 1e-9, "float32": 1e-3, "tf32": 1e-1}
+"""And how close directions have to come, after as many iterations as there are unknowns."""
+
+LARGE = {"float64": 1e-9, "float32": 1e-4, "tf32": 3e-2}
+"""Where these are fewer."""
+
+quiet_same_padding = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+
+
+@pytest.fixture(params=PRECISIONS)
+def precision(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Float64, float32 and, where torch may round to it, TF32."""
+    convolutions = torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high" if request.param == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = request.param == "tf32"
+    yield request.param
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = convolutions
+
+
+def directions(
+    plain: nn.Module,
+    inputs: tuple[Tensor, ...],
+    G: Tensor,
+    solver: Solver,
+    space: str | None,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """By name, of a layer's copy on the GPU."""
+    layer = converted(plain, solver, tau_theta=0.7, space=space).to("cuda", dtype)
+    moved = [x.to("cuda", dtype if x.is_floating_point() else x.dtype) for x in inputs]
+    layer(*moved).backward(G.to("cuda", dtype))
+    return {name: p.grad.double().cpu() for name, p in layer.named_parameters() if p.grad is not None}
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    errors = {name: relative_error(found[name], expected[name]) for name in expected}
+    assert max(errors.values()) <= tolerance, errors
+
+
+@quiet_same_padding
+@pytest.mark.parametrize("case", LAYERS, **by_name)
+@pytest.mark.parametrize(("solver", "space"), SOLVER_SPACES, **by_name)
+def test_direction_equals_dense_oracle(case: LayerCase, solver: Solver, space: str, precision: str) -> None:
+    plain, input = case.layer(), case.input()
+    G = randn(*plain(input).shape, seed=2)
+    found = directions(plain, (input,), G, solver, space, dtype_of(precision))
+    assert_close(found, oracle(plain, input, G, solver, 0.7), PRECISIONS[precision])
+
+
+@pytest.mark.parametrize("case", CASES, **by_name)
+@pytest.mark.parametrize("solver", SOLVERS, **by_name)
+def test_direction_of_every_kind_equals_dense_oracle(case: Case, solver: Solver, precision: str) -> None:
+    plain, inputs = fresh(case), case.inputs()
+    G = randn(*copy.deepcopy(plain)(*inputs).shape, seed=4)
+    expected = oracle(copy.deepcopy(plain), inputs, G, solver, 0.7, owners=case.owners)
+    for space in (s for s in TABLE[type(plain)].spaces if s in solver.spaces):
+        found = directions(plain, inputs, G, solver, space, dtype_of(precision))
+        assert_close(found, expected, PRECISIONS[precision])
+
+
+@pytest.mark.parametrize("solver", [Exact(), CG(1), CG(3), CG(10)], ids=str)
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.Linear(3072, 1024), (500, 3072)),
+        (lambda: nn.Linear(1000, 1000, bias=False), (500, 1000)),
+        (lambda: nn.Linear(512, 256), (4096, 512)),
+        (lambda: nn.Conv2d(3, 20, 5), (128, 3, 32, 32)),
+        (lambda: nn.Conv2d(20, 30, 3, padding=1, stride=2), (128, 20, 14, 14)),
+    ],
+    ids=["wide", "no-bias", "narrow", "conv", "conv-stride"],
+)
+def test_large_layers_equal_themselves_in_float64(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], solver: Solver, precision: str
+) -> None:
+    """Their kernels, tensor cores and side streams against plain products on the CPU."""
+    torch.manual_seed(0)
+    plain, input = make().double(), randn(*shape, seed=1)
+    G = randn(*plain(input).shape, seed=2)
+    layer = converted(plain, solver, tau_theta=0.7)
+    layer(input).backward(G)
+    expected = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    found = directions(plain, (input,), G, solver, None, dtype_of(precision))
+    assert_close(found, expected, LARGE[precision])
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    return torch.float64 if precision == "float64" else torch.float32
