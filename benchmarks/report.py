@@ -55,7 +55,7 @@ MEMORY = """Memory is the peak of a step for cg3, beside BackProp's: of one that
 backward pass as a captured one does; in the eager table, of an eager one. It leaves out what cuBLAS keeps for every
 stream that is used, also for the four on which systems are solved beside the backward pass. From run to run it differs
 by some hundredths, as the allocator hands out larger blocks than it is asked for. On a CPU it is what torch's profiler
-sees allocated, at most {most:.2f} times BackProp's in `results/bench/cpu-memory.json` ({which}).
+sees allocated, at most {most:.2f} times BackProp's in `results/bench/cpu.json` ({which}).
 """
 
 GROWTH = """## How it grows
@@ -87,9 +87,9 @@ LIMITS = """## Where it falls short, and what limits it
 - **GPU, convolutions at batch 50**: bound by launches, most of them for a Gram matrix.
 - **CPU, multilayer perceptron**: BackProp needs no gradient for the first layer's input, so that FLOPs alone come close
   to the goal of one iteration and of an exact step, and what else is read and written beside the products adds to
-  that. Several iterations are taken in the eigenbasis of K: three cost about what FLOPs predict, ten far less. On two
-  shared cores a median differs from run to run by some hundredths, and three iterations lie so close to their goal
-  that some records are above it and some below; one iteration is above its own where pinned spaces take seconds.
+  that. Several iterations are solved for in the eigenbasis of K: three cost about what FLOPs predict, ten far less.
+  Most of what three cost is products with K's eigenvectors, finding these, and K. On two shared cores a median differs
+  from run to run by some hundredths.
 - **CPU, convolutions**: most of the extra time is S, and of that products with narrow matrices of cosines; at batch 50
   it is bound by calls.
 - **Eager GPU steps** are bound by the host, which has several dozen small kernels to launch for a layer, and so differ
@@ -109,9 +109,6 @@ def main() -> None:
             "cpu",
             "Two CPU cores",
             "cpu-mlp",
-            "cpu-mlp-cg-before",
-            "cpu-mlp-cg",
-            "cpu-mlp-again",
             "cpu-convnet",
             "cpu-mlp-huge-pages",
         ),
@@ -193,7 +190,7 @@ def numbers_of_limits() -> dict[str, float]:
 
 def most_on_a_cpu() -> dict[str, object]:
     """The proximal step that takes most memory on a CPU, beside BackProp's."""
-    rows = [row for row in read("cpu-memory")["rows"] if row["method"] in PROXIMAL]
+    rows = [row for row in read("cpu")["rows"] if row["method"] in PROXIMAL]
     most = max(rows, key=lambda row: row["memory"])
     return {"most": most["memory"], "which": f"{most['network']} {most['method']}"}
 
@@ -202,7 +199,7 @@ def over_the_limit() -> str:
     """Which proximal steps take more memory than they may, in any of the captured records or on a CPU."""
     found = [
         f"{row['network']} {row['method']} in {row['precision']} ({row['memory']:.3f} in {name}.json)"
-        for name in ("h200", "h200-bf16", *SPACES_ON_A_GPU, "cpu-memory")
+        for name in ("h200", "h200-bf16", *SPACES_ON_A_GPU, "cpu")
         for row in read(name)["rows"]
         if row["method"] in PROXIMAL and row["memory"] > MOST_MEMORY
     ]

@@ -22,6 +22,9 @@ PRECISIONS = {"float64": 1e-9, "float32": 1e-3, "tf32": 1e-1}
 LARGE = {"float64": 1e-9, "float32": 1e-4, "tf32": 3e-2}
 """Where these are fewer."""
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Attempting to run cuBLAS, but there was no current CUDA context"
+)
 quiet_same_padding = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
 
@@ -38,7 +41,7 @@ def precision(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def directions(
     plain: nn.Module,
-    inputs: tuple[Tensor, ...],
+    inputs: tuple[Tensor | None, ...],
     G: Tensor,
     solver: Solver,
     space: str | None,
@@ -46,8 +49,8 @@ def directions(
 ) -> dict[str, Tensor]:
     """By name, of a layer's copy on the GPU."""
     layer = converted(plain, solver, tau_theta=0.7, space=space).to("cuda", dtype)
-    moved = [x.to("cuda", dtype if x.is_floating_point() else x.dtype) for x in inputs]
-    layer(*moved).backward(G.to("cuda", dtype))
+    there = [x if x is None else x.to("cuda", dtype if x.is_floating_point() else x.dtype) for x in inputs]
+    layer(*there).backward(G.to("cuda", dtype))
     return {name: p.grad.double().cpu() for name, p in layer.named_parameters() if p.grad is not None}
 
 

@@ -137,7 +137,7 @@ def test_outputs_taken_as_rows_give_the_same(monkeypatch, groups: int, outputs: 
     K, given = A @ A.mT, G.clone()
     whole = CG(iterations).samples(K, G, 0.3).value
     monkeypatch.setattr(sys.modules[CG.__module__], "TURNED_NUMBERS", 1)
-    monkeypatch.setattr(sys.modules[CG.__module__], "FEWEST_ROWS", 1)
+    monkeypatch.setattr(sys.modules[CG.__module__], "FEWEST_OUTPUTS", 1)
     for size in (1, 8 * 48 * 9 * groups, 10**7):  # one output at a time, eight or sixteen, all
         monkeypatch.setattr(sys.modules[CG.__module__], "BYTES_IN_USE", size)
         by_rows = CG(iterations).samples(K, G, 0.3).value

@@ -19,8 +19,14 @@ TURNED_NUMBERS = 2**16
 BYTES_IN_USE = 6 * 2**20
 """That it then works on at a time, in all arrays together."""
 
-FEWEST_ROWS = 512
+FEWEST_OUTPUTS = 512
 """That it does so for: with fewer, a product has to read K too often."""
+
+ALIGNED = 64
+"""Outputs that a CPU likes arrays to hold a multiple of."""
+
+TYPICAL_OUTPUTS = 128
+"""Whose columns of G are taken for all others', to choose polynomials by."""
 
 SAFE = 1e-30, 1e24
 """Between these a float32 sum of squares has lost nothing, and λ times it does not overflow, for λ up to 1e14."""
@@ -38,6 +44,10 @@ FUSED_FEATURES = 16384
 @dataclass(frozen=True)
 class CG(Solver):
     """Approximate the proximal step by conjugate gradients on `(λI + AᵀA) D = AᵀG`, started at 0.
+
+    Where one eigenvalue is far larger than all others, as the mean of activations makes it, rounding has steps fall
+    behind those of exact arithmetic, in float32 after a few of them. Not so where they are solved for at once, as up to
+    a dozen are on a CPU of few cores for layers of many outputs.
 
     Args:
         iterations: how many steps to take, at least 1. Every number of steps gives a descent direction.
@@ -130,10 +140,10 @@ class CG(Solver):
         def in_steps(B: Tensor) -> Tensor:
             return on_diagonal(*rows, vectors, B, damping, self.iterations).mT
 
-        if self.iterations > spectral.MOST_POLYNOMIALS:
-            return Factored(vectors, in_steps)
-        polynomials = spectral.polynomials(diagonal, weights, self.iterations)
-        return Factored(vectors, partial(in_krylov_space, polynomials, vectors, otherwise=in_steps))
+        def at_once(B: Tensor) -> Tensor:
+            return in_krylov_space(diagonal, weights, vectors, B, self.iterations, in_steps)
+
+        return Factored(vectors, at_once if self.iterations <= spectral.MOST_POLYNOMIALS else in_steps)
 
     @property
     def _sums(self) -> tuple[int, ...]:
@@ -203,37 +213,53 @@ def on_diagonal(
 
 
 def in_krylov_space(
-    polynomials: spectral.Polynomials, vectors: Tensor, B: Tensor, otherwise: Callable[[Tensor], Tensor]
+    diagonal: Tensor,
+    weights: Tensor | None,
+    vectors: Tensor,
+    B: Tensor,
+    iterations: int,
+    in_steps: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """What `on_diagonal` comes to in few steps, without taking them; a block of columns at a time.
 
     Args:
-        polynomials: as many as steps.
+        diagonal: `[groups, size]`.
+        weights: of an inner product's summands, `[groups, size]`; None where all are 1.
         vectors: the basis, `[groups, size, size]` as columns.
         B: right-hand side `[groups, size, outputs]`, in the basis it came in.
-        otherwise: takes the steps, for columns whose equations are near singular.
+        iterations: how many steps.
+        in_steps: takes them, for columns whose equations are near singular.
 
     Returns:
         `[groups, size, outputs]`, in that basis.
     """
     if is_transformed(B):
-        return otherwise(B)
-    values, moments = polynomials
-    D, sums = B.new_empty(B.shape), moments.new_empty(*moments.shape[:-1], B.shape[-1])
-    width = max(FEWEST_ROWS, BYTES_IN_USE // ((2 * B.itemsize + sums.itemsize) * B[..., 0].numel()))
-    memory = sums.new_empty(D[..., :width].numel())
-    for columns, out, those in zip(*(array.split(width, dim=-1) for array in (B, D, sums)), strict=True):
-        squares = memory[: out.numel()].view(out.shape)
-        squares.copy_(torch.bmm(vectors.mT, columns, out=out)).mul_(squares)
-        torch.bmm(moments, squares, out=those)
-    shares, safe = spectral.coefficients(sums, values.shape[-2])
-    for some, out in zip(shares.to(B.dtype).split(width, dim=-1), D.split(width, dim=-1), strict=True):
-        out.mul_(values.mT @ some)
-    unsafe = safe.logical_not().any(0).nonzero().squeeze(-1)
-    if len(unsafe):
-        unsafe = unsafe[B.index_select(-1, unsafe).any(0).any(0)]
-    if len(unsafe):
-        D[..., unsafe] = otherwise(B.index_select(-1, unsafe))
+        return in_steps(B)
+    groups, size, outputs = B.shape
+    exact = torch.float64
+    most = max(FEWEST_OUTPUTS, BYTES_IN_USE // ((2 * B.itemsize + exact.itemsize) * groups * size))
+    width = kernels.up(-(-outputs // -(-outputs // most)), ALIGNED)  # in blocks of like size
+    numbers = groups * size * width
+    memory, for_squares = B.new_empty(2, numbers), B.new_empty(numbers, dtype=exact)
+    D, basis, unsafe = B.new_empty(B.shape), None, []
+    for columns, out in zip(B.split(width, dim=-1), D.split(width, dim=-1), strict=True):
+        entries, factors = memory[:, : out.numel()].view(2, *out.shape)
+        squares = for_squares[: out.numel()].view(out.shape)
+        squares.copy_(torch.bmm(vectors.mT, columns, out=entries)).mul_(squares)
+        basis = basis or spectral.polynomials(diagonal, weights, squares[..., :TYPICAL_OUTPUTS], iterations)
+        if basis is None:
+            return in_steps(B)
+        shares, safe = spectral.coefficients(basis.moments @ squares, iterations)
+        torch.bmm(basis.values.mT, shares.to(B.dtype), out=factors)
+        torch.mul(entries, factors, out=out)
+        unsafe.append(safe.logical_not_())
+    again = torch.cat(unsafe, dim=-1)
+    if again.any():
+        which = again.any(0).nonzero().squeeze(-1)
+        some = B.index_select(-1, which)
+        left = (again[:, which] & some.any(-2)).any(0)  # but columns of zeros
+        if left.any():
+            D[..., which[left]] = in_steps(some[..., left])
     return D
 
 
@@ -243,7 +269,7 @@ def blocks(B: Tensor, X: Tensor, arrays: int) -> Iterator[tuple[Tensor, ...]]:
     Each comes with so many arrays of its rows' shape to work in, always the same ones.
     """
     groups, _, size = X.shape
-    rows = max(FEWEST_ROWS, BYTES_IN_USE // ((1 + arrays) * X.itemsize * groups * size))
+    rows = max(FEWEST_OUTPUTS, BYTES_IN_USE // ((1 + arrays) * X.itemsize * groups * size))
     memory = X.new_empty(arrays * X[:, :rows].numel())
     for columns, out in zip(B.split(rows, dim=-1), X.split(rows, dim=-2), strict=True):
         yield columns, out, *memory[: arrays * out.numel()].view(arrays, *out.shape).unbind()

@@ -22,13 +22,17 @@ BASIS_COLUMNS = 1300, 5
 float64. More cores multiply faster, but hardly find eigenvectors faster."""
 
 MOST_POLYNOMIALS = 12
-"""With more, forming and solving the equations is no faster than the iterations."""
+"""With more, forming and solving the equations takes as long as the iterations."""
 
 LEAST_PIVOT = 1e-6
 """Share of a polynomial's square that has to be its own, and not that of those before it."""
 
 LEAST_SQUARE = 1e-150
 """Below it, a float64 sum of squares may have lost summands."""
+
+LARGEST_VALUE = 1e6
+"""Of a polynomial at eigenvalues that do not count, where its mean square at the others is 1: beyond it, the rounding
+of coefficients would."""
 
 
 class Polynomials(NamedTuple):
@@ -37,7 +41,8 @@ class Polynomials(NamedTuple):
     Attributes:
         values: `[groups, degrees, size]`.
         moments: what squares of a right-hand side's entries are multiplied by and summed for its equations, one matrix
-            with its right-hand side for each column, `[groups, degrees·(degrees + 1), size]` in float64.
+            with its right-hand side for each column, `[groups, degrees·(degrees + 1), size]` in float64: there squares
+            do not overflow, and equations lose few of float32's digits.
     """
 
     values: Tensor
@@ -63,9 +68,9 @@ def eigenbasis(M: Tensor, space: str) -> tuple[Tensor, Tensor, Tensor | None] | 
         space: which of the two.
 
     Returns:
-        Eigenvalues `[groups, size]`, eigenvectors `[groups, size, size]` as columns, weights `[groups, size]` of which
-        the largest is 1, or None where all are. None where there are none to be found, as for NaN, or none that are
-        accurate enough.
+        Eigenvalues `[groups, size]`, eigenvectors `[groups, size, size]` as columns, weights `[groups, size]` up
+        to 1, or None where all are 1. None where there are none to be found, as for NaN, or none that are accurate
+        enough.
     """
     if not is_level(M):
         return None
@@ -92,27 +97,39 @@ def is_level(M: Tensor) -> bool:
     return bool(diagonal.amax() * torch.finfo(M.dtype).eps ** 0.5 <= least)
 
 
-def polynomials(diagonal: Tensor, weights: Tensor | None, degrees: int) -> Polynomials:
-    """Those that are orthogonal for a right-hand side that has as much of each eigenvector.
+def polynomials(
+    diagonal: Tensor, weights: Tensor | None, squares: Tensor, degrees: int
+) -> Polynomials | None:
+    """Those that are orthonormal for what some columns have of the eigenvectors, on average.
 
-    Others are not far from that, so their equations are well-conditioned.
+    Columns that are not far from that have well-conditioned equations.
 
     Args:
         diagonal: of the matrix to solve with, in its eigenbasis, `[groups, size]`.
         weights: of an inner product's summands, `[groups, size]`; None where all are 1.
+        squares: of the columns' entries, `[groups, size, columns]` in float64.
         degrees: how many polynomials.
+
+    Returns:
+        The basis; None where there are not so many, or where eigenvalues are too close together to tell them apart.
     """
     exact = diagonal.double()
     weighted = torch.ones_like(exact) if weights is None else weights.double()
     curved = weighted * exact
-    density = curved / curved.sum(-1, keepdim=True)
+    energy = curved.unsqueeze(-2) @ squares
+    density = curved * (squares @ energy.reciprocal().masked_fill_(energy == 0, 0.0).mT).squeeze(-1)
+    density /= density.sum(-1, keepdim=True)
     values, new = exact.new_empty(len(exact), degrees, exact.shape[-1]), torch.ones_like(exact)
     for i in range(degrees):
         shares = values[:, :i] @ (density * new).unsqueeze(-1)
         new = new - (values[:, :i].mT @ shares).squeeze(-1)
         values[:, i] = new / (density * new.square()).sum(-1, keepdim=True).sqrt()
         new = exact * values[:, i]
-    values.nan_to_num_(0.0, 0.0, 0.0)  # from where on there are none
+    largest = torch.full_like(curved, torch.finfo(diagonal.dtype).max).masked_fill_(
+        curved == 0, LARGEST_VALUE
+    )
+    if not (values.abs() <= largest.unsqueeze(-2)).all():  # or NaN
+        return None
     matrix = (values * curved.unsqueeze(-2)).unsqueeze(-2) * values.unsqueeze(-3)
     right = (values * weighted.unsqueeze(-2)).unsqueeze(-2)
     return Polynomials(values.to(diagonal.dtype), torch.cat((matrix, right), dim=-2).flatten(-3, -2))
@@ -130,12 +147,12 @@ def coefficients(sums: Tensor, degrees: int) -> tuple[Tensor, Tensor]:
         converged in fewer steps or is zero, and where that is not so `[groups, columns]`.
     """
     system = sums.unflatten(1, (degrees, degrees + 1))
-    squares = system.diagonal(dim1=1, dim2=2).mT.clone()
-    safe = squares[:, 0] > LEAST_SQUARE
+    pivots = system.diagonal(dim1=1, dim2=2)
+    squares = pivots.clone()
     for i in range(degrees):
-        pivot, rest = system[:, i, i], system[:, :, i + 1 :]
-        safe &= pivot > LEAST_PIVOT * squares[:, i]
-        row = rest[:, i] / pivot.unsqueeze(1)
+        rest = system[:, :, i + 1 :]
+        row = rest[:, i] / system[:, i, i].unsqueeze(1)
         rest.addcmul_(system[:, :, i : i + 1], row.unsqueeze(1), value=-1)
         rest[:, i] = row
+    safe = (pivots > LEAST_PIVOT * squares).all(-1) & (squares[..., 0] > LEAST_SQUARE)
     return system[:, :, -1].masked_fill(safe.logical_not().unsqueeze(1), 0.0), safe
