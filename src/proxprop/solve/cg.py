@@ -241,19 +241,25 @@ def in_krylov_space(
     width = kernels.up(-(-outputs // -(-outputs // most)), ALIGNED)  # in blocks of like size
     numbers = groups * size * width
     memory, for_squares = B.new_empty(2, numbers), B.new_empty(numbers, dtype=exact)
-    D, basis, unsafe = B.new_empty(B.shape), None, []
-    for columns, out in zip(B.split(width, dim=-1), D.split(width, dim=-1), strict=True):
-        entries, factors = memory[:, : out.numel()].view(2, *out.shape)
-        squares = for_squares[: out.numel()].view(out.shape)
-        squares.copy_(torch.bmm(vectors.mT, columns, out=entries)).mul_(squares)
+    D, sums = B.new_empty(B.shape), for_squares.new_empty(groups, iterations * (iterations + 1), outputs)
+    basis = None
+    for columns, out, those in zip(*(array.split(width, dim=-1) for array in (B, D, sums)), strict=True):
+        entries, squares = (
+            memory[0, : out.numel()].view(out.shape),
+            for_squares[: out.numel()].view(out.shape),
+        )
+        out.copy_(torch.bmm(vectors.mT, columns, out=entries))
+        squares.copy_(entries).mul_(squares)
         basis = basis or spectral.polynomials(diagonal, weights, squares[..., :TYPICAL_OUTPUTS], iterations)
         if basis is None:
             return in_steps(B)
-        shares, safe = spectral.coefficients(basis.moments @ squares, iterations)
-        torch.bmm(basis.values.mT, shares.to(B.dtype), out=factors)
-        torch.mul(entries, factors, out=out)
-        unsafe.append(safe.logical_not_())
-    again = torch.cat(unsafe, dim=-1)
+        torch.bmm(basis.moments, squares, out=those)
+    assert basis is not None
+    shares, safe = spectral.coefficients(sums, iterations)
+    for some, out in zip(shares.to(B.dtype).split(width, dim=-1), D.split(width, dim=-1), strict=True):
+        factors = memory[1, : out.numel()].view(out.shape)
+        out.mul_(torch.bmm(basis.values.mT, some, out=factors))
+    again = safe.logical_not()
     if again.any():
         which = again.any(0).nonzero().squeeze(-1)
         some = B.index_select(-1, which)

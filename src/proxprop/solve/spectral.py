@@ -119,12 +119,12 @@ def polynomials(
     energy = curved.unsqueeze(-2) @ squares
     density = curved * (squares @ energy.reciprocal().masked_fill_(energy == 0, 0.0).mT).squeeze(-1)
     density /= density.sum(-1, keepdim=True)
-    values, new = exact.new_empty(len(exact), degrees, exact.shape[-1]), torch.ones_like(exact)
-    for i in range(degrees):
+    values = exact.new_ones(len(exact), degrees, exact.shape[-1])
+    for i in range(1, degrees):
+        new = exact * values[:, i - 1]
         shares = values[:, :i] @ (density * new).unsqueeze(-1)
-        new = new - (values[:, :i].mT @ shares).squeeze(-1)
+        new -= (values[:, :i].mT @ shares).squeeze(-1)
         values[:, i] = new / (density * new.square()).sum(-1, keepdim=True).sqrt()
-        new = exact * values[:, i]
     largest = torch.full_like(curved, torch.finfo(diagonal.dtype).max).masked_fill_(
         curved == 0, LARGEST_VALUE
     )
