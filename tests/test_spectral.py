@@ -46,7 +46,8 @@ def test_the_iterates_are_those_of_every_other_basis(space, sizes, seed, k, log_
     A, G = problem(sizes, seed)
     assume(spectral.is_level(A @ A.mT) and spectral.is_level(A.mT @ A))
     expected = solve_in(MATRIX_FREE, CG(k), A, G, 10**log_damping)
-    assert relative_error(in_eigenbasis(space, k, A, G, 10**log_damping), expected) < 1e-8
+    found = in_eigenbasis(space, k, A, G, 10**log_damping)
+    assert relative_error(found, expected) < 1e-6  # as many steps as unknowns lose some digits
 
 
 @SPACES

@@ -238,16 +238,14 @@ def in_krylov_space(
     groups, size, outputs = B.shape
     exact = torch.float64
     most = max(FEWEST_OUTPUTS, BYTES_IN_USE // ((2 * B.itemsize + exact.itemsize) * groups * size))
-    width = kernels.up(-(-outputs // -(-outputs // most)), ALIGNED)  # in blocks of like size
-    numbers = groups * size * width
-    memory, for_squares = B.new_empty(2, numbers), B.new_empty(numbers, dtype=exact)
+    count = -(-outputs // most)
+    width = kernels.up(-(-outputs // count), ALIGNED)
+    memory = B.new_empty(groups * size * width)
+    for_squares = torch.empty_like(memory, dtype=exact)
     D, sums = B.new_empty(B.shape), for_squares.new_empty(groups, iterations * (iterations + 1), outputs)
     basis = None
     for columns, out, those in zip(*(array.split(width, dim=-1) for array in (B, D, sums)), strict=True):
-        entries, squares = (
-            memory[0, : out.numel()].view(out.shape),
-            for_squares[: out.numel()].view(out.shape),
-        )
+        entries, squares = (array[: out.numel()].view(out.shape) for array in (memory, for_squares))
         out.copy_(torch.bmm(vectors.mT, columns, out=entries))
         squares.copy_(entries).mul_(squares)
         basis = basis or spectral.polynomials(diagonal, weights, squares[..., :TYPICAL_OUTPUTS], iterations)
@@ -257,8 +255,7 @@ def in_krylov_space(
     assert basis is not None
     shares, safe = spectral.coefficients(sums, iterations)
     for some, out in zip(shares.to(B.dtype).split(width, dim=-1), D.split(width, dim=-1), strict=True):
-        factors = memory[1, : out.numel()].view(out.shape)
-        out.mul_(torch.bmm(basis.values.mT, some, out=factors))
+        out.mul_(torch.bmm(basis.values.mT, some, out=memory[: out.numel()].view(out.shape)))
     again = safe.logical_not()
     if again.any():
         which = again.any(0).nonzero().squeeze(-1)
