@@ -105,13 +105,7 @@ def main() -> None:
     print(INTRODUCTION)
     for name, title, *longer in (
         ("h200", "NVIDIA H200"),
-        (
-            "cpu",
-            "Two CPU cores",
-            "cpu-mlp",
-            "cpu-convnet",
-            "cpu-mlp-huge-pages",
-        ),
+        ("cpu", "Two CPU cores", "cpu-mlp", "cpu-convnet", "cpu-mlp-huge-pages"),
     ):
         record = read(name)
         print(f"## {title}\n")

@@ -11,6 +11,7 @@ from cases import LAYERS, SOLVER_SPACES, SOLVERS, LayerCase, by_name, oracle, ra
 from proxprop import CG, Exact, kernels
 from proxprop.nn import TABLE
 from proxprop.solve import Solver, spectral
+from test_direction import quiet_same_padding
 from test_layers import CASES, Case, converted, fresh
 
 if not torch.cuda.is_available():
@@ -26,7 +27,6 @@ LARGE = {"float64": 1e-9, "float32": 1e-4, "tf32": 3e-2}
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Attempting to run cuBLAS, but there was no current CUDA context"
 )
-quiet_same_padding = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
 
 @pytest.fixture(params=PRECISIONS)
