@@ -237,8 +237,7 @@ def in_krylov_space(
         return in_steps(B)
     groups, size, outputs = B.shape
     exact = torch.float64
-    most = max(FEWEST_OUTPUTS, BYTES_IN_USE // ((2 * B.itemsize + exact.itemsize) * groups * size))
-    count = -(-outputs // most)
+    count = -(-outputs // at_a_time((2 * B.itemsize + exact.itemsize) * groups * size))
     width = kernels.up(-(-outputs // count), ALIGNED)
     memory = B.new_empty(groups * size * width)
     for_squares = torch.empty_like(memory, dtype=exact)
@@ -272,10 +271,15 @@ def blocks(B: Tensor, X: Tensor, arrays: int) -> Iterator[tuple[Tensor, ...]]:
     Each comes with so many arrays of its rows' shape to work in, always the same ones.
     """
     groups, _, size = X.shape
-    rows = max(FEWEST_OUTPUTS, BYTES_IN_USE // ((1 + arrays) * X.itemsize * groups * size))
+    rows = at_a_time((1 + arrays) * X.itemsize * groups * size)
     memory = X.new_empty(arrays * X[:, :rows].numel())
     for columns, out in zip(B.split(rows, dim=-1), X.split(rows, dim=-2), strict=True):
         yield columns, out, *memory[: arrays * out.numel()].view(arrays, *out.shape).unbind()
+
+
+def at_a_time(size: int) -> int:
+    """How many outputs of this size in bytes, in all arrays together, are worked on at a time."""
+    return max(FEWEST_OUTPUTS, BYTES_IN_USE // size)
 
 
 def feature_cg(
