@@ -33,7 +33,7 @@ from torch.utils.benchmark import Timer
 
 import proxprop
 from proxprop import CG, Exact, aside, kernels
-from proxprop.solve import blocked
+from proxprop.solvers import blocked
 
 PRECISIONS = ("fp32", "tf32", "bf16")
 METHODS = ("cg1", "cg3", "cg10", "exact", "adam", "muon", "isaac")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from proxprop import CG, Exact
-from proxprop.solve import FEATURE, MATRIX_FREE, SAMPLE, Solver
+from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Solver
 
 
 @dataclass(frozen=True)

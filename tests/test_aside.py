@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import proxprop
 from proxprop import CG, Exact, aside, backward
 from proxprop.aside import STREAMS, Aside
-from proxprop.solve import Solver
-from proxprop.solve.factor import ELIMINATED_ROWS
+from proxprop.solvers import Solver
+from proxprop.solvers.factor import ELIMINATED_ROWS
 from training import assert_same, directions, images, loss_of, small_model
 
 works = pytest.mark.compatibility

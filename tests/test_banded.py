@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 import proxprop
 from cases import LAYERS, assert_directions, by_name, oracle, randn, relative_error
 from proxprop import CG, Exact
-from proxprop.solve import products
+from proxprop.solvers import products
 from proxprop.transfer import banded, conv
 
 DOWN, ACROSS = banded.Axis(12, 3, 1, 1), banded.Axis(8, 3, 1, 1)

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from cases import relative_error
 from proxprop.deferred.operator import Form, Inverse
-from proxprop.solve import blocked
-from proxprop.solve.blocked import by_blocks
-from proxprop.solve.exact import Exact, by_factor
-from proxprop.solve.factor import factorize
+from proxprop.solvers import blocked
+from proxprop.solvers.blocked import by_blocks
+from proxprop.solvers.exact import Exact, by_factor
+from proxprop.solvers.factor import factorize
 
 
 @pytest.fixture(autouse=True)
@@ -75,12 +75,12 @@ def test_a_failure_does_not_hide_what_is_not_finite() -> None:
 def test_a_captured_step_takes_blocks_for_one_large_system() -> None:
     M, B = system(200, 7)
     with (
-        mock.patch("proxprop.solve.blocked.has_parts", return_value=True),
-        mock.patch("proxprop.solve.exact.by_blocks", wraps=by_blocks) as taken,
+        mock.patch("proxprop.solvers.blocked.has_parts", return_value=True),
+        mock.patch("proxprop.solvers.exact.by_blocks", wraps=by_blocks) as taken,
     ):
         right = Exact().features(M.clone(), B, damping=1.0)
         assert not taken.called
-        with mock.patch("proxprop.solve.blocked.is_captured", return_value=True):
+        with mock.patch("proxprop.solvers.blocked.is_captured", return_value=True):
             found = Exact().features(M.clone(), B, damping=1.0)
             Exact().features(M.expand(2, -1, -1).clone(), B.expand(2, -1, -1), damping=1.0)
     assert taken.call_count == 1
@@ -91,8 +91,8 @@ def test_a_captured_step_inverts_one_large_matrix_by_blocks() -> None:
     M, _ = system(200, 7)
     right, _ = Inverse.of(Form(M.clone(), 0.5, 1.5))
     with (
-        mock.patch("proxprop.solve.blocked.has_parts", return_value=True),
-        mock.patch("proxprop.solve.blocked.is_captured", return_value=True),
+        mock.patch("proxprop.solvers.blocked.has_parts", return_value=True),
+        mock.patch("proxprop.solvers.blocked.is_captured", return_value=True),
         mock.patch("proxprop.deferred.operator.by_blocks", wraps=by_blocks) as taken,
     ):
         found, failed = Inverse.of(Form(M.clone(), 0.5, 1.5))

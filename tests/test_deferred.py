@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import proxprop
 from cases import LAYERS, SOLVERS, LayerCase, assert_directions, by_name, randn, relative_error, summed_oracle
 from proxprop import CG, Exact
-from proxprop.solve import DIAGONAL, FEATURE, Solver
+from proxprop.solvers import DIAGONAL, FEATURE, Solver
 from test_layers import CASES, Case, attention_inputs, converted, fresh, last
 from training import assert_same, directions, images, loss_of, plain_model, small_model, targets
 

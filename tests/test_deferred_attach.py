@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import proxprop
 from cases import randn, relative_error
 from proxprop import CG, Exact, Running
-from proxprop.solve import SAMPLE, Solution, Solver
+from proxprop.solvers import SAMPLE, Solution, Solver
 from training import assert_same, directions, images, loss_of, plain_model, small_model
 
 works = pytest.mark.compatibility

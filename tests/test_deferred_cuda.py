@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import proxprop
 from cases import relative_error
 from proxprop import CG, Exact, Running
-from proxprop.solve import Solver
+from proxprop.solvers import Solver
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SOLVERS = pytest.mark.parametrize("solver", [Exact(), CG(3)], ids=str)

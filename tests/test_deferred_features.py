@@ -17,7 +17,7 @@ import proxprop
 from cases import oracle, randn, relative_error
 from models import MODELS, ModelCase
 from proxprop import CG, Exact, backward
-from proxprop.solve import Solver
+from proxprop.solvers import Solver
 from test_bad_input import Scale, quiet_layouts, sparse_inputs
 from test_compile import SelfAttention, embedded, whole_step
 from test_copies import QAT, quantisation_aware, quiet_observers, saved_by

@@ -16,7 +16,7 @@ import proxprop
 from cases import randn, relative_error
 from proxprop import Exact, Running
 from proxprop.deferred import Deferred, together
-from proxprop.solve import Solver
+from proxprop.solvers import Solver
 from test_deferred import Tied
 from test_deferred_running import SOLVERS, attached, batches, rows, stated, stepped
 from training import assert_same

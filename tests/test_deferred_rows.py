@@ -17,7 +17,7 @@ from proxprop import CG, Exact, Running
 from proxprop.deferred import Deferred
 from proxprop.deferred.rows import RowSolve, rows_pay
 from proxprop.settings import Settings
-from proxprop.solve import FEATURE, MATRIX_FREE, SAMPLE, Sizes, Solver
+from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Sizes, Solver
 from proxprop.transfer import LinearTransfer
 
 SOLVERS = pytest.mark.parametrize("solver", [Exact(), CG(1), CG(3), CG(10), CG(3, per_output=False)], ids=str)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import proxprop
 from cases import randn, relative_error
 from proxprop import CG, Exact, Running
-from proxprop.solve import Solver
+from proxprop.solvers import Solver
 from test_deferred import Tied
 from training import assert_same, images, loss_of, plain_model, small_model
 

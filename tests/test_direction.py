@@ -18,7 +18,7 @@ from cases import (
     relative_error,
 )
 from proxprop import CG, Exact
-from proxprop.solve import Solver
+from proxprop.solvers import Solver
 
 quiet_same_padding = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 

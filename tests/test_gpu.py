@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from cases import LAYERS, SOLVER_SPACES, SOLVERS, LayerCase, by_name, oracle, randn, relative_error
 from proxprop import CG, Exact, kernels
 from proxprop.nn import TABLE
-from proxprop.solve import Solver, spectral
+from proxprop.solvers import Solver, spectral
 from test_direction import quiet_same_padding
 from test_layers import CASES, Case, converted, fresh
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import proxprop
 from cases import LAYERS, SOLVER_SPACES, LayerCase, by_name, oracle, randn, relative_error
 from proxprop import CG, Exact
-from proxprop.solve import FEATURE, SAMPLE, Solver
+from proxprop.solvers import FEATURE, SAMPLE, Solver
 
 SOME_LAYERS = [
     case for case in LAYERS if case.name in {"linear-few-samples", "linear-many-samples", "conv2d-groups"}

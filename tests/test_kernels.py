@@ -16,10 +16,10 @@ from proxprop import CG, kernels
 from proxprop.backward import Call, Failures
 from proxprop.deferred.operator import Form, Inverse
 from proxprop.settings import Settings
-from proxprop.solve.cg import feature_cg, normalize, sample_cg
-from proxprop.solve.exact import by_elimination, by_factor
-from proxprop.solve.factor import factorize
-from proxprop.solve.products import (
+from proxprop.solvers.cg import feature_cg, normalize, sample_cg
+from proxprop.solvers.exact import by_elimination, by_factor
+from proxprop.solvers.factor import factorize
+from proxprop.solvers.products import (
     LEFT,
     LEFT_IN_TWO,
     RIGHT,

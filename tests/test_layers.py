@@ -13,7 +13,7 @@ import proxprop
 from cases import SOLVERS, Owners, assert_directions, by_name, leading, oracle, randn, relative_error
 from proxprop import CG, Exact
 from proxprop.nn import TABLE, ProximalLayer
-from proxprop.solve import Sizes, Solver, plan
+from proxprop.solvers import Sizes, Solver, plan
 
 
 def second(groups: int) -> Owners:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import proxprop
-from proxprop.solve import memory, products
-from proxprop.solve.memory import in_huge_pages
+from proxprop.solvers import memory, products
+from proxprop.solvers.memory import in_huge_pages
 
 HAS_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage").exists() and Path("/proc/self/smaps").exists()
 

@@ -14,7 +14,7 @@ from cases import relative_error, textbook_cg
 from models import MODELS, GraphConv, ModelCase
 from proxprop import Exact
 from proxprop.nn import BY_DEFAULT, TABLE, ProximalLayer
-from proxprop.solve import CG, Solver
+from proxprop.solvers import CG, Solver
 
 ROWS = {case.name: pytest.mark.compatibility(case.name, section="Models", note=case.note) for case in MODELS}
 CASES = [pytest.param(case, marks=ROWS[case.name], id=case.name) for case in MODELS]

@@ -11,7 +11,7 @@ import proxprop
 from proxprop import CG, Exact
 from proxprop.backward import planned
 from proxprop.settings import Settings
-from proxprop.solve import FEATURE, MATRIX_FREE, SAMPLE, Sizes, plan
+from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Sizes, plan
 from proxprop.transfer import LinearTransfer
 
 

@@ -13,8 +13,8 @@ from proxprop import CG
 from proxprop.backward import solve
 from proxprop.nn.conv import geometry
 from proxprop.settings import Settings
-from proxprop.solve import products
-from proxprop.solve.products import (
+from proxprop.solvers import products
+from proxprop.solvers.products import (
     BLOCK,
     LEFT,
     LEFT_IN_TWO,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cases import relative_error
 from proxprop import CG, Exact
-from proxprop.solve import FEATURE, MATRIX_FREE, SAMPLE, Factored, Solver
+from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Factored, Solver
 from proxprop.transfer import LinearTransfer
 
 sizes = st.tuples(st.integers(1, 3), st.integers(1, 24), st.integers(1, 24), st.integers(1, 5))

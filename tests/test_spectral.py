@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import proxprop
 from cases import relative_error
 from proxprop import CG
-from proxprop.solve import FEATURE, MATRIX_FREE, SAMPLE, Factored, spectral
+from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Factored, spectral
 from test_spaces import problem, sizes, solve_in
 
 SPACES = pytest.mark.parametrize("space", [SAMPLE, FEATURE])

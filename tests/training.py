@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import proxprop
 from cases import randn, relative_error
-from proxprop.solve import CG, Solver
+from proxprop.solvers import CG, Solver
 
 
 def plain_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:

@@ -9,7 +9,7 @@ from proxprop.convert import convert, revert
 from proxprop.deferred import Running, attach, detach, solve
 from proxprop.nn import register
 from proxprop.settings import Settings
-from proxprop.solve import CG, Exact
+from proxprop.solvers import CG, Exact
 from proxprop.summary import summary
 
 __version__ = "0.1.0"

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from proxprop.distributed import several_ranks
 from proxprop.kernels import is_captured
-from proxprop.solve import DIAGONAL, Ready
+from proxprop.solvers import DIAGONAL, Ready
 
 STREAMS = 4
 """How many systems are solved at a time."""

@@ -16,8 +16,8 @@ from proxprop import kernels
 from proxprop.aside import Aside, Fork, join_last, wait
 from proxprop.kernels import is_captured
 from proxprop.settings import Settings
-from proxprop.solve import DIAGONAL, FEATURE, SAMPLE, Factored, Plan, Ready, plan
-from proxprop.solve.plan import remembered_plan
+from proxprop.solvers import DIAGONAL, FEATURE, SAMPLE, Factored, Plan, Ready, plan
+from proxprop.solvers.plan import remembered_plan
 from proxprop.transfer import Affine, LinearTransfer, Parameters, Transfer
 
 Shapes = Sequence[torch.Size | None]

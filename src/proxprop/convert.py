@@ -10,7 +10,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from proxprop.nn import TABLE, ProximalLayer, default_kinds, proximal_class
 from proxprop.nn.layer import COMPUTED, check_real
 from proxprop.settings import Scaling, Settings
-from proxprop.solve import CG, Solver
+from proxprop.solvers import CG, Solver
 
 Model = TypeVar("Model", bound=nn.Module)
 

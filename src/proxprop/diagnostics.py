@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from proxprop.backward import Direction
 from proxprop.nn import ProximalLayer
 from proxprop.settings import Settings
-from proxprop.solve import CG, Plan
+from proxprop.solvers import CG, Plan
 from proxprop.transfer import Transfer
 
 

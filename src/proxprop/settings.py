@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from proxprop.solve import CG, Solver
-from proxprop.solve.plan import possible_spaces
+from proxprop.solvers import CG, Solver
+from proxprop.solvers.plan import possible_spaces
 
 Scaling = Literal["paper", "gradient"]
 SCALINGS: tuple[Scaling, ...] = ("paper", "gradient")

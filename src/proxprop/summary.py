@@ -21,7 +21,7 @@ from proxprop.convert import (
 )
 from proxprop.deferred.choice import gram_bytes, in_units
 from proxprop.nn import TABLE, ProximalLayer, default_kinds
-from proxprop.solve import Plan
+from proxprop.solvers import Plan
 from proxprop.transfer.autograd import cuda_devices
 
 

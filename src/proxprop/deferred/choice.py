@@ -11,7 +11,7 @@ from proxprop.deferred.equation import Equation, components
 from proxprop.deferred.joint import why_not_joint
 from proxprop.nn import ProximalLayer
 from proxprop.nn.layer import Part
-from proxprop.solve import DIAGONAL, FEATURE
+from proxprop.solvers import DIAGONAL, FEATURE
 
 Otherwise = Literal["explicit", "immediate"]
 OTHERWISE: tuple[Otherwise, ...] = ("explicit", "immediate")

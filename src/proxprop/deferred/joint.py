@@ -9,7 +9,7 @@ from torch import Tensor
 
 from proxprop.backward import Shapes
 from proxprop.deferred.equation import Block, Equation, components
-from proxprop.solve import DIAGONAL, FEATURE, Sizes
+from proxprop.solvers import DIAGONAL, FEATURE, Sizes
 from proxprop.transfer import Parameters, Transfer
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from proxprop.settings import Settings
-from proxprop.solve import Exact, Solution, Solver
-from proxprop.solve.blocked import by_blocks, goes_by_blocks
-from proxprop.solve.factor import ELIMINATED_ROWS, eliminates, factorize, inverse
+from proxprop.solvers import Exact, Solution, Solver
+from proxprop.solvers.blocked import by_blocks, goes_by_blocks
+from proxprop.solvers.factor import ELIMINATED_ROWS, eliminates, factorize, inverse
 
 
 class Operator(Protocol):

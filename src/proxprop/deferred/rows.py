@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from proxprop.settings import Settings
-from proxprop.solve import FEATURE, MATRIX_FREE, SAMPLE, Exact, Sizes, Solution
-from proxprop.solve.factor import inverse_factor
-from proxprop.solve.plan import remembered_plan
-from proxprop.solve.products import transposed_product
+from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Exact, Sizes, Solution
+from proxprop.solvers.factor import inverse_factor
+from proxprop.solvers.plan import remembered_plan
+from proxprop.solvers.products import transposed_product
 from proxprop.transfer import LinearTransfer
 
 

@@ -20,7 +20,7 @@ from proxprop.deferred.operator import (
     relative_form,
 )
 from proxprop.deferred.system import System
-from proxprop.solve import Exact
+from proxprop.solvers import Exact
 
 
 @dataclass(frozen=True)

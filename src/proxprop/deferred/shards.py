@@ -15,7 +15,7 @@ from torch import Tensor
 from proxprop.backward import Shapes
 from proxprop.deferred.equation import Block, Equation
 from proxprop.distributed import mesh_of
-from proxprop.solve import DIAGONAL
+from proxprop.solvers import DIAGONAL
 from proxprop.transfer import Transfer
 
 

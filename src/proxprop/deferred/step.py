@@ -9,7 +9,7 @@ from proxprop.backward import no_autocast
 from proxprop.deferred.equation import Block, Equation
 from proxprop.deferred.operator import Operator
 from proxprop.deferred.shards import Piece, share
-from proxprop.solve import DIAGONAL
+from proxprop.solvers import DIAGONAL
 from proxprop.transfer import Transfer
 
 

@@ -12,7 +12,7 @@ from proxprop.deferred.equation import Equation
 from proxprop.deferred.rows import rows_pay
 from proxprop.distributed import mesh_of, several_ranks
 from proxprop.nn.layer import Part, ProximalLayer
-from proxprop.solve import DIAGONAL
+from proxprop.solvers import DIAGONAL
 from proxprop.transfer import Affine, LinearTransfer, Transfer
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Feature-space conjugate gradients on a GPU: a product on tensor cores and one kernel a step.
 
 Two inner products and three updates on arrays `[groups, features, outputs]`, a dozen launches as torch operations. A
-program takes a few columns, whole or walking down their rows. `proxprop.solve.cg.feature_cg` is the plain twin.
+program takes a few columns, whole or walking down their rows. `proxprop.solvers.cg.feature_cg` is the plain twin.
 """
 
 import torch
@@ -218,7 +218,7 @@ def _advance(
 
 @on_its_device
 def feature_cg(S: Tensor, B: Tensor, damping: float, iterations: int, parts: int) -> Tensor:
-    """`proxprop.solve.cg.feature_cg` for one step length an output, in the scale of B.
+    """`proxprop.solvers.cg.feature_cg` for one step length an output, in the scale of B.
 
     Args:
         S: `[groups, features, features]`, float32.

@@ -1,6 +1,6 @@
 """Sample-space conjugate gradients on a GPU: a product on tensor cores and one kernel a step.
 
-The iterates are those of `proxprop.solve.cg.sample_cg`, the plain twin, by three-term recurrences: since `λπ + Kπ` is
+The iterates are those of `proxprop.solvers.cg.sample_cg`, the plain twin, by three-term recurrences: since `λπ + Kπ` is
 the difference of two residuals over a step length, π and Kπ need not be kept,
 
     image = λρ + Kρ + (β/α₋)(ρ₋ − ρ)      ⟨p, (λI + AᵀA)p⟩ = ⟨Kρ, image⟩      ρ₊ = ρ − α·image
@@ -147,7 +147,7 @@ def _advance(
 
 @on_its_device
 def sample_cg(K: Tensor, G: Tensor, damping: float, iterations: int, parts: int) -> Tensor:
-    """`proxprop.solve.cg.sample_cg` for one step length an output, in the scale of G.
+    """`proxprop.solvers.cg.sample_cg` for one step length an output, in the scale of G.
 
     Args:
         K: `[groups, samples, samples]`, contiguous float32.

@@ -1,4 +1,4 @@
-"""Bfloat16 parts of a float32 array in one pass; `proxprop.solve.products.plain_parts` is the plain twin."""
+"""Bfloat16 parts of a float32 array in one pass; `proxprop.solvers.products.plain_parts` is the plain twin."""
 
 import torch
 import triton

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import proxprop
-from proxprop.solve import FEATURE, SAMPLE, Sizes, Solution, Solver
+from proxprop.solvers import FEATURE, SAMPLE, Sizes, Solution, Solver
 
 EPSILON = 1e-6
 TOLERANCE = 1e-4

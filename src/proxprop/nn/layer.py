@@ -23,8 +23,8 @@ from proxprop.backward import (
 )
 from proxprop.distributed import check_layer, several_ranks
 from proxprop.settings import Scaling, Settings
-from proxprop.solve import CG, SPACES, Plan, Solver
-from proxprop.solve.plan import possible_spaces
+from proxprop.solvers import CG, SPACES, Plan, Solver
+from proxprop.solvers.plan import possible_spaces
 from proxprop.transfer import Transfer
 
 Planned = Callable[[nn.Module, Plan], None]

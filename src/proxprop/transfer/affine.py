@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from proxprop.kernels import ALIGNED, up
-from proxprop.solve.products import square, transposed_square, wide
+from proxprop.solvers.products import square, transposed_square, wide
 from proxprop.transfer.transfer import Parameters, Transfer
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from proxprop.solve import MATRIX_FREE, Sizes
+from proxprop.solvers import MATRIX_FREE, Sizes
 from proxprop.transfer.transfer import Parameters, Transfer
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxprop.solve.products import in_parts, multiply, wide
+from proxprop.solvers.products import in_parts, multiply, wide
 from proxprop.transfer.autocorrelation import GEOMETRIES
 
 FEW_NUMBERS = 3 * 2**19

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxprop.solve import Sizes
+from proxprop.solvers import Sizes
 from proxprop.transfer.affine import Affine
 from proxprop.transfer.transfer import Parameters
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional, grad
 
-from proxprop.solve import Sizes
-from proxprop.solve.products import transposed_product, transposed_square, wide
+from proxprop.solvers import Sizes
+from proxprop.solvers.products import transposed_product, transposed_square, wide
 from proxprop.transfer import autocorrelation, banded
 from proxprop.transfer.affine import Affine
 from proxprop.transfer.transfer import OWN_PRICE_ON_A_GPU, Parameters

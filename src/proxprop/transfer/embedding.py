@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxprop.solve import DIAGONAL, SAMPLE, Sizes
+from proxprop.solvers import DIAGONAL, SAMPLE, Sizes
 from proxprop.transfer.transfer import Parameters, Transfer
 
 

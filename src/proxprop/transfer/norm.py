@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from proxprop.solve import FEATURE, MATRIX_FREE, Sizes
+from proxprop.solvers import FEATURE, MATRIX_FREE, Sizes
 from proxprop.transfer.affine import Affine
 from proxprop.transfer.transfer import Parameters
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from proxprop.solve import SPACES, Sizes
+from proxprop.solvers import SPACES, Sizes
 
 Parameters = tuple[Tensor | None, ...]
 """One tensor for each of the layer's parameters, in its own shape; None for one that is not trained."""

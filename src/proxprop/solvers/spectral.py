@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from proxprop.solve.solver import SAMPLE
+from proxprop.solvers.solver import SAMPLE
 
 BASIS_COLUMNS = 1300, 5
 """On two cores, eigenvectors of a matrix take about as long as a product with 1300 + 5·rows columns, in float32 and in

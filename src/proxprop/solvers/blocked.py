@@ -5,7 +5,7 @@
     Rₖⱼ = Lₖ⁻¹Mₖⱼ      Mᵢⱼ ← Mᵢⱼ − RₖᵢᵀRₖⱼ      (i, j > k)
 
 and the solution takes two sweeps, down and up. Products are as accurate as float32's whatever is allowed: those that
-are subtracted from M must not make it indefinite. `proxprop.solve.exact.by_factor`, LAPACK's way, is the plain twin.
+are subtracted from M must not make it indefinite. `proxprop.solvers.exact.by_factor`, LAPACK's way, is the plain twin.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from proxprop.kernels import is_captured, up
-from proxprop.solve.factor import inverse_factor, upper_bound
-from proxprop.solve.products import has_parts, transposed_product
-from proxprop.solve.solver import Ready, Solution
+from proxprop.solvers.factor import inverse_factor, upper_bound
+from proxprop.solvers.products import has_parts, transposed_product
+from proxprop.solvers.solver import Ready, Solution
 
 _product = partial(transposed_product, precise=True)
 

@@ -11,10 +11,10 @@ Shapes, everywhere in this package:
 `λ` (`damping`) is `1/τ_θ` in the paper's scaling.
 """
 
-from proxprop.solve.cg import CG
-from proxprop.solve.exact import Exact
-from proxprop.solve.plan import Plan, plan
-from proxprop.solve.solver import (
+from proxprop.solvers.cg import CG
+from proxprop.solvers.exact import Exact
+from proxprop.solvers.plan import Plan, plan
+from proxprop.solvers.solver import (
     DIAGONAL,
     FEATURE,
     MATRIX_FREE,

@@ -5,10 +5,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from proxprop.solve.blocked import by_blocks, goes_by_blocks
-from proxprop.solve.factor import Factor, eliminates, factorize, inverse, substitute
-from proxprop.solve.products import transposed_product
-from proxprop.solve.solver import FEATURE, SAMPLE, Factored, Ready, Sizes, Solution, Solver
+from proxprop.solvers.blocked import by_blocks, goes_by_blocks
+from proxprop.solvers.factor import Factor, eliminates, factorize, inverse, substitute
+from proxprop.solvers.products import transposed_product
+from proxprop.solvers.solver import FEATURE, SAMPLE, Factored, Ready, Sizes, Solution, Solver
 
 
 @dataclass(frozen=True)

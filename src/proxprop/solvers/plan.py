@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from proxprop.solve.solver import DIAGONAL, FEATURE, MATRIX_FREE, SAMPLE, SPACES, Sizes, Solver
+from proxprop.solvers.solver import DIAGONAL, FEATURE, MATRIX_FREE, SAMPLE, SPACES, Sizes, Solver
 
 
 @dataclass(frozen=True)

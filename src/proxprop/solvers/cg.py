@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from proxprop import kernels
-from proxprop.solve import spectral
-from proxprop.solve.memory import is_transformed
-from proxprop.solve.solver import FEATURE, MATRIX_FREE, SAMPLE, Factored, Ready, Sizes, Solution, Solver
+from proxprop.solvers import spectral
+from proxprop.solvers.memory import is_transformed
+from proxprop.solvers.solver import FEATURE, MATRIX_FREE, SAMPLE, Factored, Ready, Sizes, Solution, Solver
 
 TURNED_NUMBERS = 2**16
 """From so many numbers of G on, a CPU works on it with outputs as rows."""

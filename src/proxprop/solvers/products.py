@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from proxprop import kernels
-from proxprop.solve.memory import LEAST_BYTES, in_huge_pages, is_transformed
+from proxprop.solvers.memory import LEAST_BYTES, in_huge_pages, is_transformed
 
 LEFT, RIGHT = (0, 2, 1, 0, 1, 0), (2, 0, 1, 1, 0, 0)
 """Which parts meet, counted from the largest."""
