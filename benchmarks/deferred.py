@@ -25,8 +25,8 @@ from torch import nn
 import proxprop
 from proxprop import Exact, Running
 from proxprop.packing import pack, packed_size, unpack
+from proxprop.solvers.cholesky import factorize
 from proxprop.solvers.exact import by_factor
-from proxprop.solvers.factor import factorize
 
 METHODS = ("backprop", "immediate", "deferred", "running-1", "running-10", "observe-10")
 RUNNING = {

@@ -18,7 +18,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -32,8 +32,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.benchmark import Timer
 
 import proxprop
-from proxprop import CG, Exact, aside, kernels
-from proxprop.solvers import blocked
+from proxprop import CG, Exact, tuning
+from proxprop import device as rules
 
 PRECISIONS = ("fp32", "tf32", "bf16")
 METHODS = ("cg1", "cg3", "cg10", "exact", "adam", "muon", "isaac")
@@ -271,7 +271,7 @@ def _events(step: Callable, times: int) -> float:
 def take_workspaces(device: str) -> None:
     """Let libraries take the memory that they keep for each thread and stream: it is not that of what comes first."""
     if device == "cuda":
-        layers = nn.Sequential(*(nn.Linear(64, 64, device=device) for _ in range(aside.STREAMS)))
+        layers = nn.Sequential(*(nn.Linear(64, 64, device=device) for _ in range(tuning.STREAMS)))
         model = proxprop.convert(layers, CG(1), include_last=True)
         with as_if_captured():
             model(torch.ones(8, 64, device=device)).sum().backward()
@@ -284,9 +284,7 @@ def as_if_captured() -> Iterator[None]:
     def is_captured(tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
 
-    with ExitStack() as patches:
-        for module in (aside, blocked, kernels):
-            patches.enter_context(mock.patch.object(module, "is_captured", is_captured))
+    with mock.patch.object(rules, "is_captured", is_captured):
         yield
 
 

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import proxprop
-from proxprop import CG, Exact, aside, backward
-from proxprop.aside import STREAMS, Aside
+from proxprop import CG, Exact, backward, device, side_streams, tuning
+from proxprop.side_streams import Aside
 from proxprop.solvers import Solver
-from proxprop.solvers.factor import ELIMINATED_ROWS
+from proxprop.tuning import TRITON_CHOLESKY_MOST_ROWS
 from training import assert_same, directions, images, loss_of, small_model
 
 works = pytest.mark.compatibility
-LOADING = f"exact systems of over {ELIMINATED_ROWS:,} rows load kernels while they are captured: a driver of CUDA 12.3 or later"
+LOADING = f"exact systems of over {TRITON_CHOLESKY_MOST_ROWS:,} rows load kernels while they are captured: a driver of CUDA 12.3 or later"
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -27,21 +27,21 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 def turns(monkeypatch: pytest.MonkeyPatch) -> list[Aside]:
     """Fork on a CPU as on a GPU, though on no stream; the list grows by each fork."""
     made: list[Aside] = []
-    monkeypatch.setattr(aside, "is_captured", lambda tensor: True)
-    monkeypatch.setattr(aside, "streams", lambda device: [None] * STREAMS)
+    monkeypatch.setattr(device, "is_captured", lambda tensor: True)
+    monkeypatch.setattr(side_streams, "streams", lambda device: [None] * tuning.STREAMS)
 
     class Noted(Aside):
         def __init__(self, turn: int) -> None:
             super().__init__(turn)
             made.append(self)
 
-    monkeypatch.setattr(aside, "Aside", Noted)
+    monkeypatch.setattr(side_streams, "Aside", Noted)
     return made
 
 
 def in_line(found: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aside, "is_captured", lambda tensor: False)
+        patch.setattr(device, "is_captured", lambda tensor: False)
         return found()
 
 
@@ -136,7 +136,7 @@ def test_others_are_not(turns: list[Aside]) -> None:
 
 
 def test_nor_are_large_ones(turns: list[Aside], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward, "PREPARED_ROWS", 2)
+    monkeypatch.setattr(tuning, "PREPARED_MOST_ROWS", 2)
     assert prepared_during_backward(turns, samples=3) == [False, False]
 
 
@@ -150,11 +150,11 @@ def test_systems_of_another_graph_are_not(turns: list[Aside]) -> None:
 
 
 def test_graphs_that_are_dropped_are_not_waited_for(turns: list[Aside]) -> None:
-    before = len(aside._waiting)
+    before = len(side_streams._waiting)
     loss = proxprop.nn.Linear(4, 4, solver=Exact())(torch.randn(3, 4)).sum()
-    assert len(aside._waiting) == before + 1
+    assert len(side_streams._waiting) == before + 1
     del loss
-    assert len(aside._waiting) == before
+    assert len(side_streams._waiting) == before
 
 
 def test_what_is_only_divided_stays_in_line(turns: list[Aside]) -> None:
@@ -164,10 +164,10 @@ def test_what_is_only_divided_stays_in_line(turns: list[Aside]) -> None:
 
 
 def test_large_systems_stay_in_line(turns: list[Aside], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aside, "MOST_UNKNOWNS", 6 * 8)  # the linear layer's output
+    monkeypatch.setattr(tuning, "STREAMS_MOST_UNKNOWNS", 6 * 8)  # the linear layer's output
     directions(small_model(Exact()), images())
     assert len(turns) == 2
-    monkeypatch.setattr(aside, "MOST_UNKNOWNS", 6 * 8 - 1)
+    monkeypatch.setattr(tuning, "STREAMS_MOST_UNKNOWNS", 6 * 8 - 1)
     directions(small_model(Exact()), images())
     assert len(turns) == 3
 
@@ -195,20 +195,20 @@ def test_many_ranks_an_observer_and_deferred_mode_stay_in_line(
     directions(model, images())
     parameter = torch.randn(3, requires_grad=True)
     asked = model[3].spaces, images()
-    assert aside.pays(*asked, [parameter.view_as(parameter), None])
-    assert not aside.pays(*asked, [parameter])
-    monkeypatch.setattr(aside, "several_ranks", lambda: True)
-    assert not aside.pays(*asked, [parameter.view_as(parameter)])
+    assert side_streams.pays(*asked, [parameter.view_as(parameter), None])
+    assert not side_streams.pays(*asked, [parameter])
+    monkeypatch.setattr(side_streams, "several_ranks", lambda: True)
+    assert not side_streams.pays(*asked, [parameter.view_as(parameter)])
     assert turns == []
 
 
 def test_a_cpu_stays_in_line() -> None:
-    assert not aside.is_captured(images())
+    assert not device.is_captured(images())
 
 
 @needs_gpu
 def test_an_eager_step_stays_in_line() -> None:
-    assert not aside.is_captured(images().cuda())
+    assert not device.is_captured(images().cuda())
 
 
 class Branches(nn.Module):
@@ -246,7 +246,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
             return plain(*args)
 
         monkeypatch.setattr(backward, name, late)
-    monkeypatch.setattr(aside, "is_captured", lambda tensor: tensor.is_cuda)  # in eager steps, too
+    monkeypatch.setattr(device, "is_captured", lambda tensor: tensor.is_cuda)  # in eager steps, too
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
 

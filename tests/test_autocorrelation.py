@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from cases import randn, relative_error
-from proxprop.transfer import ConvGeometry, ConvTransfer, conv
-from proxprop.transfer.autocorrelation import Walk, applies, gram, sums
+from proxprop import tuning
+from proxprop.transfer import ConvGeometry, ConvTransfer
+from proxprop.transfer.gram_autocorrelation import Walk, applies, gram, sums
 
 walks = st.builds(
     Walk,
@@ -80,7 +81,7 @@ def test_float32_is_as_good_as_unfolding(shape, kernel, padding) -> None:
     ],
 )
 def test_a_convolution_correlates_where_that_is_right(stride, kernel, size, correlates, monkeypatch) -> None:
-    monkeypatch.setattr(conv, "FEW_NUMBERS", 0)
+    monkeypatch.setattr(tuning, "CPU_PATCHES_MOST_NUMBERS", 0)
     padding = ((0, 0),) * 2 if size > 5 else ((2, 2),) * 2
     geometry = ConvGeometry(kernel, stride, (1, 1), padding, "constant", 1)
     x = randn(2, 2, size, size, seed=0)

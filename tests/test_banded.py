@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 import proxprop
 from cases import LAYERS, assert_directions, by_name, oracle, randn, relative_error
-from proxprop import CG, Exact
-from proxprop.solvers import products
-from proxprop.transfer import banded, conv
+from proxprop import CG, Exact, tuning
+from proxprop.solvers import matmul
+from proxprop.transfer import conv, gram_image_rows
 
-DOWN, ACROSS = banded.Axis(12, 3, 1, 1), banded.Axis(8, 3, 1, 1)
+DOWN, ACROSS = gram_image_rows.Axis(12, 3, 1, 1), gram_image_rows.Axis(8, 3, 1, 1)
 
 
 class Peak(TorchDispatchMode):
@@ -53,13 +53,13 @@ def _storages(tree: object) -> list[torch.UntypedStorage]:
     order=st.permutations(range(4)),
 )
 def test_equals_the_product_of_patches(sizes, kernel, stride, padding, channels, order) -> None:
-    axes = [banded.Axis(*axis) for axis in zip(sizes, kernel, stride, padding, strict=True)]
+    axes = [gram_image_rows.Axis(*axis) for axis in zip(sizes, kernel, stride, padding, strict=True)]
     assume(all(axis.size + 2 * axis.padding >= axis.kernel for axis in axes))
     x = torch.randn(4, channels, *sizes, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x = x.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])  # in any layout
     A = functional.unfold(x, kernel, padding=padding, stride=stride).mT.flatten(0, 1)
-    torch.testing.assert_close(banded.gram(x, *axes), A.mT @ A)
-    torch.testing.assert_close(banded.sums(x, *axes), A.sum(0))
+    torch.testing.assert_close(gram_image_rows.gram(x, *axes), A.mT @ A)
+    torch.testing.assert_close(gram_image_rows.sums(x, *axes), A.sum(0))
 
 
 @pytest.mark.parametrize(
@@ -68,35 +68,35 @@ def test_equals_the_product_of_patches(sizes, kernel, stride, padding, channels,
 @pytest.mark.parametrize("batch", [1, 7, 12])
 def test_a_few_channels_or_rows_at_a_time_are_as_good_as_all(numbers: int, batch: int, monkeypatch) -> None:
     x = randn(batch, 4, 12, 8, seed=0)
-    whole = banded.gram(x, DOWN, ACROSS)
-    monkeypatch.setattr(banded, "FEW_NUMBERS", numbers)
-    assert relative_error(banded.gram(x, DOWN, ACROSS), whole) < 1e-12
+    whole = gram_image_rows.gram(x, DOWN, ACROSS)
+    monkeypatch.setattr(tuning, "IMAGE_ROWS_BLOCK_NUMBERS", numbers)
+    assert relative_error(gram_image_rows.gram(x, DOWN, ACROSS), whole) < 1e-12
 
 
 @pytest.mark.parametrize("longest", [1024, 4, 3])
 def test_products_of_rows_in_parts(longest: int, monkeypatch) -> None:
     """As on a GPU, where images are split into parts some at a time, and the last time fewer."""
-    split = pytest.importorskip("proxprop.kernels.split")
-    monkeypatch.setattr(split, "parts", products.plain_parts)
-    monkeypatch.setattr(products, "_parts_pay", lambda *_: True)
-    monkeypatch.setattr(products, "LONGEST_SUM", longest)
-    monkeypatch.setattr(banded, "FEW_NUMBERS", 1)
-    monkeypatch.setattr(banded, "multiply", lambda left, right: left.float() @ right.float())
+    split = pytest.importorskip("proxprop.kernels.split_bf16")
+    monkeypatch.setattr(split, "parts", matmul.plain_parts)
+    monkeypatch.setattr(matmul, "_parts_pay", lambda *_: True)
+    monkeypatch.setattr(tuning, "TERMS_LONGEST_SUM", longest)
+    monkeypatch.setattr(tuning, "IMAGE_ROWS_BLOCK_NUMBERS", 1)
+    monkeypatch.setattr(gram_image_rows, "multiply", lambda left, right: left.float() @ right.float())
     x = randn(7, 4, 12, 8, seed=0)
     A = functional.unfold(x, 3, padding=1).mT.flatten(0, 1)
-    assert relative_error(banded.gram(x.float(), DOWN, ACROSS).double(), A.mT @ A) < 1e-6
+    assert relative_error(gram_image_rows.gram(x.float(), DOWN, ACROSS).double(), A.mT @ A) < 1e-6
 
 
 @pytest.mark.parametrize("batch", [2, 64])
 def test_temporaries_are_few_beside_the_input(batch: int, monkeypatch) -> None:
     """The padded input, products of rows, and what becomes of them: no more than thrice the stated numbers."""
-    monkeypatch.setattr(banded, "FEW_NUMBERS", 4096)
+    monkeypatch.setattr(tuning, "IMAGE_ROWS_BLOCK_NUMBERS", 4096)
     x = randn(batch, 4, 12, 8, seed=0)
-    banded.gram(x, DOWN, ACROSS)  # makes what is cached
+    gram_image_rows.gram(x, DOWN, ACROSS)  # makes what is cached
     with Peak() as peak:
-        banded.gram(x, DOWN, ACROSS)
+        gram_image_rows.gram(x, DOWN, ACROSS)
     all_products = 12 * 4 * 8 * 3 * 4 * 8
-    assert peak.bytes <= 3 * 8 * max(banded.FEW_NUMBERS, x.numel())
+    assert peak.bytes <= 3 * 8 * max(tuning.IMAGE_ROWS_BLOCK_NUMBERS, x.numel())
     assert batch > 2 or 8 * all_products > 2 * peak.bytes
 
 

@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import relative_error
+from proxprop import tuning
 from proxprop.deferred.operator import Form, Inverse
-from proxprop.solvers import blocked
-from proxprop.solvers.blocked import by_blocks
+from proxprop.solvers.block_cholesky import by_blocks
+from proxprop.solvers.cholesky import factorize
 from proxprop.solvers.exact import Exact, by_factor
-from proxprop.solvers.factor import factorize
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocked, "BLOCK", 64)
+    monkeypatch.setattr(tuning, "CHOLESKY_BLOCK", 64)
 
 
 def system(size: int, outputs: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,12 +75,12 @@ def test_a_failure_does_not_hide_what_is_not_finite() -> None:
 def test_a_captured_step_takes_blocks_for_one_large_system() -> None:
     M, B = system(200, 7)
     with (
-        mock.patch("proxprop.solvers.blocked.has_parts", return_value=True),
+        mock.patch("proxprop.solvers.block_cholesky.has_fast_bfloat16", return_value=True),
         mock.patch("proxprop.solvers.exact.by_blocks", wraps=by_blocks) as taken,
     ):
         right = Exact().features(M.clone(), B, damping=1.0)
         assert not taken.called
-        with mock.patch("proxprop.solvers.blocked.is_captured", return_value=True):
+        with mock.patch("proxprop.device.is_captured", return_value=True):
             found = Exact().features(M.clone(), B, damping=1.0)
             Exact().features(M.expand(2, -1, -1).clone(), B.expand(2, -1, -1), damping=1.0)
     assert taken.call_count == 1
@@ -91,8 +91,8 @@ def test_a_captured_step_inverts_one_large_matrix_by_blocks() -> None:
     M, _ = system(200, 7)
     right, _ = Inverse.of(Form(M.clone(), 0.5, 1.5))
     with (
-        mock.patch("proxprop.solvers.blocked.has_parts", return_value=True),
-        mock.patch("proxprop.solvers.blocked.is_captured", return_value=True),
+        mock.patch("proxprop.solvers.block_cholesky.has_fast_bfloat16", return_value=True),
+        mock.patch("proxprop.device.is_captured", return_value=True),
         mock.patch("proxprop.deferred.operator.by_blocks", wraps=by_blocks) as taken,
     ):
         found, failed = Inverse.of(Form(M.clone(), 0.5, 1.5))

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import proxprop
 from cases import relative_error
-from proxprop import CG, Exact, kernels
+from proxprop import CG, Exact, device
 
 works = pytest.mark.compatibility
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -17,11 +17,11 @@ COUNTING = "Counting FLOPs (`FlopCounterMode`)"
 
 
 def test_it_is_shown_the_plain_twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_found", lambda: True)
+    monkeypatch.setattr(device, "_has_triton", lambda: True)
     on_a_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float32)
-    assert kernels.take(on_a_gpu)
+    assert device.use_triton(on_a_gpu)
     with FlopCounterMode(display=False):
-        assert not kernels.take(on_a_gpu)
+        assert not device.use_triton(on_a_gpu)
 
 
 @works(COUNTING)

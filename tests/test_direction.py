@@ -189,7 +189,7 @@ def test_differentiating_a_direction_is_refused() -> None:
 def test_large_convolution_is_summed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """S must not depend on how many images are unfolded at a time."""
     plain, input = nn.Conv2d(2, 3, 3, stride=2).double(), randn(5, 2, 5, 5, seed=12)
-    monkeypatch.setattr("proxprop.transfer.conv.BLOCK", 1)
+    monkeypatch.setattr("proxprop.tuning.PATCHES_MOST_NUMBERS", 1)
     layer = proxprop.convert(copy.deepcopy(plain), Exact(), space="feature", include_last=True)
     _, G = backward(layer, input)
     assert_directions(layer, oracle(plain, input, G, Exact(), tau_theta=1.0))

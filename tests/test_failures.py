@@ -9,8 +9,8 @@ from torch import nn
 import proxprop
 from proxprop import Exact
 from proxprop.solvers import SAMPLE
+from proxprop.solvers.cholesky import factorize
 from proxprop.solvers.exact import by_factor
-from proxprop.solvers.factor import factorize
 
 
 def indefinite(groups: int = 1) -> torch.Tensor:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from cases import LAYERS, SOLVER_SPACES, SOLVERS, LayerCase, by_name, oracle, randn, relative_error
-from proxprop import CG, Exact, kernels
+from proxprop import CG, Exact, device
 from proxprop.nn import TABLE
-from proxprop.solvers import Solver, spectral
+from proxprop.solvers import Solver, eigenbasis
 from test_direction import quiet_same_padding
 from test_layers import CASES, Case, converted, fresh
 
@@ -35,7 +35,7 @@ def precision(request: pytest.FixtureRequest) -> Iterator[str]:
     products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if request.param == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = request.param == "tf32"
-    assert kernels.tf32_allowed() == (request.param == "tf32")
+    assert device.tf32_allowed() == (request.param == "tf32")
     yield request.param
     torch.set_float32_matmul_precision(products)
     torch.backends.cudnn.allow_tf32 = convolutions
@@ -103,7 +103,7 @@ def test_large_layers_equal_themselves_in_float64(
     precision: str,
 ) -> None:
     """Kernels and products in parts, against plain products on the CPU."""
-    monkeypatch.setattr(spectral, "pays", lambda size, iterations, outputs: False)
+    monkeypatch.setattr(eigenbasis, "pays", lambda size, iterations, outputs: False)
     torch.manual_seed(0)
     plain, input = make().double(), randn(*shape, seed=1)
     G = randn(*plain(input).shape, seed=2)

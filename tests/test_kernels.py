@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases import relative_error
-from proxprop import CG, kernels
+from proxprop import CG, device, tuning
 from proxprop.backward import Call, Failures
 from proxprop.deferred.operator import Form, Inverse
 from proxprop.settings import Settings
 from proxprop.solvers.cg import feature_cg, normalize, sample_cg
+from proxprop.solvers.cholesky import factorize
 from proxprop.solvers.exact import by_elimination, by_factor
-from proxprop.solvers.factor import factorize
-from proxprop.solvers.products import (
+from proxprop.solvers.matmul import (
     LEFT,
     LEFT_IN_TWO,
     RIGHT,
@@ -123,7 +123,7 @@ def test_outputs_in_blocks_are_solved_as_all_at_once(parts: int, rounding: float
 
     _, K, G, _ = problem(2, 6, 9, 11, seed=0)
     whole = fused.sample_cg(K, G, 0.7, 4, parts)
-    monkeypatch.setattr(fused, "MOST_KEPT", 2**13)
+    monkeypatch.setattr(tuning, "SAMPLE_CG_MOST_BYTES", 2**13)
     with mock.patch.object(fused, "_solve", wraps=fused._solve) as solve:
         assert relative_error(fused.sample_cg(K, G, 0.7, 4, parts), whole) < rounding
     assert solve.call_count > 1
@@ -154,13 +154,13 @@ def test_one_part_is_as_accurate_as_tf32() -> None:
 @pytest.mark.parametrize("more", [0, 10])
 @pytest.mark.parametrize("order", [LEFT, RIGHT, LEFT_IN_TWO, RIGHT_IN_TWO, SMALLEST_FIRST, WALK])
 def test_parts_equal_their_twin(order: tuple[int, ...], more: int) -> None:
-    from proxprop.kernels import split
+    from proxprop.kernels import split_bf16
 
     x = torch.randn(37, 24, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 36, 24)
-    assert torch.equal(split.parts(x, order, 37 + more), plain_parts(x, order, 37 + more))
+    assert torch.equal(split_bf16.parts(x, order, 37 + more), plain_parts(x, order, 37 + more))
     for length in (30, 32):
         by_columns, rows = x.mT.contiguous().mT[:length], length + more
-        found = split.parts(by_columns, order, rows)
+        found = split_bf16.parts(by_columns, order, rows)
         assert torch.equal(found, plain_parts(x[:length], order, rows))
         assert (found.stride(0) == 1) == (len(order) * rows % 8 == 0)
 
@@ -187,7 +187,13 @@ def test_feature_kernels_equal_their_twin(
     A = torch.randn(groups, features + 5, features, generator=generator)
     S, B = A.mT @ A, torch.randn(groups, features, outputs, generator=generator)
     B[..., 0] = 0.0
-    with mock.patch.multiple(fused, WHOLE=whole, ROWS=64, BLOCK=1, LEAST_WIDTH=width):
+    with mock.patch.multiple(
+        tuning,
+        FEATURE_CG_WHOLE_ROWS=whole,
+        FEATURE_CG_ROWS=64,
+        FEATURE_CG_MOST_NUMBERS=1,
+        FEATURE_CG_LEAST_OUTPUTS=width,
+    ):
         D = fused.feature_cg(S, B * scale, 0.7, iterations, parts=3)
     normal, size = normalize(B, (-2,))
     damped = (S + 0.7 * torch.eye(features)).matmul
@@ -248,7 +254,7 @@ def test_an_inverse_by_elimination_equals_its_twin() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="says nothing about the interpreter")
 def test_the_cpu_takes_the_plain_twins() -> None:
-    assert not kernels.take(torch.zeros(1, 4, 4))
+    assert not device.use_triton(torch.zeros(1, 4, 4))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="says nothing about the interpreter")
@@ -258,7 +264,7 @@ def test_bfloat16_layers_are_solved_in_fewer_parts(dtype: torch.dtype, parts: in
 
     class Looking(CG):
         def samples(self, K, G, damping):
-            seen.append(kernels.parts())
+            seen.append(device.fp16_terms())
             return super().samples(K, G, damping)
 
     def build(inputs, like, shapes):
@@ -269,4 +275,4 @@ def test_bfloat16_layers_are_solved_in_fewer_parts(dtype: torch.dtype, parts: in
     G = torch.randn(5, 4, dtype=dtype)
     call.direction(build([x], G, [torch.Size([4, 3])]), G)
     assert seen == [parts]
-    assert kernels.parts() == 3
+    assert device.fp16_terms() == 3

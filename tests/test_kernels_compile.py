@@ -8,7 +8,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from proxprop.kernels import cholesky, feature_cg, halves, sample_cg, split  # noqa: E402
+from proxprop.kernels import cholesky, feature_cg, sample_cg, split_bf16, split_fp16  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled"),
@@ -22,8 +22,8 @@ KERNELS = [
     (cholesky._eliminate, {"FIRST": True, "BLOCK": 32}, 1),
     (cholesky._eliminate, {"FIRST": False, "BLOCK": 32}, 1),
     (cholesky._mend, {"SIZE": 512}, 4),
-    (split._split, {"ORDER": (0, 2, 1), "NUMBERS": 1024}, 4),
-    *[(halves._split_row, {"PARTS": parts, "COLUMNS": 512}, 4) for parts in (1, 3)],
+    (split_bf16._split, {"ORDER": (0, 2, 1), "NUMBERS": 1024}, 4),
+    *[(split_fp16._split_row, {"PARTS": parts, "COLUMNS": 512}, 4) for parts in (1, 3)],
     *[(sample_cg._begin, {"PARTS": parts, "SAMPLES": 512, "OUTPUTS": 16}, 8) for parts in (1, 3)],
     *[
         (sample_cg._advance, {"PARTS": p, "SAMPLES": 512, "OUTPUTS": 2, "FIRST": first, "LAST": last}, 4)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import proxprop
-from proxprop.solvers import memory, products
+from proxprop import tuning
+from proxprop.solvers import matmul, memory
 from proxprop.solvers.memory import in_huge_pages
 
 HAS_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage").exists() and Path("/proc/self/smaps").exists()
@@ -45,7 +46,7 @@ def test_the_direction_of_a_large_layer_is_in_huge_pages() -> None:
 
 
 def test_nothing_is_asked_for_a_small_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "in_huge_pages", lambda array: pytest.fail("8 MB are not many"))
+    monkeypatch.setattr(matmul, "in_huge_pages", lambda array: pytest.fail("8 MB are not many"))
     backward(outputs=500)
 
 
@@ -56,15 +57,15 @@ def test_a_product_is_the_same_in_huge_pages(
 ) -> None:
     shape = (300, 120) if groups is None else (groups, 300, 120)
     left, right = torch.randn(shape, dtype=dtype).mT, torch.randn(shape, dtype=dtype)
-    expected = products.multiply(left, right)
+    expected = matmul.multiply(left, right)
     asked = []
-    monkeypatch.setattr(products, "in_huge_pages", lambda array: asked.append(array) or array)
-    monkeypatch.setattr(products, "LEAST_BYTES", expected.numel() * expected.element_size())
-    found = products.multiply(left, right)
+    monkeypatch.setattr(matmul, "in_huge_pages", lambda array: asked.append(array) or array)
+    monkeypatch.setattr(tuning, "HUGE_PAGE_LEAST_BYTES", expected.numel() * expected.element_size())
+    found = matmul.multiply(left, right)
     assert [array.data_ptr() for array in asked] == [found.data_ptr()]
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    monkeypatch.setattr(products, "LEAST_BYTES", expected.numel() * expected.element_size() + 1)
-    products.multiply(left, right)
+    monkeypatch.setattr(tuning, "HUGE_PAGE_LEAST_BYTES", expected.numel() * expected.element_size() + 1)
+    matmul.multiply(left, right)
     assert len(asked) == 1
 
 
@@ -92,8 +93,8 @@ def test_elsewhere_than_on_linux_nothing_is_asked(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # by dynamo
 @pytest.mark.parametrize("way", ["compiled", "dispatched"])
 def test_nothing_is_asked_for_a_trace(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "LEAST_BYTES", 0)
-    monkeypatch.setattr(products, "in_huge_pages", lambda array: pytest.fail("this has no memory of its own"))
+    monkeypatch.setattr(tuning, "HUGE_PAGE_LEAST_BYTES", 0)
+    monkeypatch.setattr(matmul, "in_huge_pages", lambda array: pytest.fail("this has no memory of its own"))
     model = nn.Sequential(proxprop.nn.Linear(6, 5))
     if way == "compiled":
         torch.compile(model, backend="aot_eager")(torch.randn(4, 6)).sum().backward()

@@ -9,16 +9,14 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cases import relative_error
-from proxprop import CG
+from proxprop import CG, tuning
 from proxprop.backward import solve
 from proxprop.nn.conv import geometry
 from proxprop.settings import Settings
-from proxprop.solvers import products
-from proxprop.solvers.products import (
-    BLOCK,
+from proxprop.solvers import matmul
+from proxprop.solvers.matmul import (
     LEFT,
     LEFT_IN_TWO,
-    LONGEST_SUM,
     RIGHT,
     RIGHT_IN_TWO,
     SMALLEST_FIRST,
@@ -69,14 +67,14 @@ def test_two_products_of_fewer_blocks_are_the_same(
     A, B = torch.randn(300, left), torch.randn(300, right)
     made = []
     monkeypatch.setattr(
-        products,
+        matmul,
         "_split",
         lambda x, order, rows: made.append((x.shape[1], order)) or plain_parts(x, order, rows),
     )
-    monkeypatch.setattr(products, "_parts_pay", lambda *_: True)
-    monkeypatch.setattr(products, "LEAST_IN_TWO", 1)
-    monkeypatch.setattr(products, "LONGEST_SUM", longest)
-    monkeypatch.setattr(products, "multiply", in_float64)
+    monkeypatch.setattr(matmul, "_parts_pay", lambda *_: True)
+    monkeypatch.setattr(tuning, "TERMS_LEAST_SPLIT_BYTES", 1)
+    monkeypatch.setattr(tuning, "TERMS_LONGEST_SUM", longest)
+    monkeypatch.setattr(matmul, "multiply", in_float64)
     assert relative_error(transposed_product(A, B), A.double().mT @ B.double()) < 2e-7
     fewer, more = LEFT_IN_TWO, RIGHT_IN_TWO
     assert set(made) == {(left, fewer if left >= right else more), (right, more if left >= right else fewer)}
@@ -99,7 +97,7 @@ def test_fewer_blocks_are_held_where_they_are_large_beside_their_product(
     rows: int, left: int, right: int, two: bool
 ) -> None:
     A, B = torch.empty(rows, left, device="meta"), torch.empty(rows, right, device="meta")
-    assert products._two_pay(A, B) == two
+    assert matmul._two_pay(A, B) == two
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the parts are multiplied by a GPU")
@@ -108,7 +106,7 @@ def test_fewer_blocks_are_held_where_they_are_large_beside_their_product(
 @pytest.mark.parametrize("rows", [1003, 2000])
 def test_two_products_on_a_gpu(rows: int, left: int, right: int, by_columns: bool) -> None:
     A, B = torch.randn(rows, left, device="cuda"), torch.randn(rows, right, device="cuda")
-    assert products._two_pay(A[:LONGEST_SUM], B[:LONGEST_SUM])
+    assert matmul._two_pay(A[: tuning.TERMS_LONGEST_SUM], B[: tuning.TERMS_LONGEST_SUM])
     A = A.mT.contiguous().mT if by_columns else A
     assert relative_error(transposed_product(A, B).double(), A.double().mT @ B.double()) < 2e-6
 
@@ -116,9 +114,9 @@ def test_two_products_on_a_gpu(rows: int, left: int, right: int, by_columns: boo
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_product_is_added_to_a_total(dtype: torch.dtype) -> None:
     left, right = (factor.to(dtype) for factor in factors())
-    product = products.multiply(left.mT, right)
+    product = matmul.multiply(left.mT, right)
     total = torch.ones_like(product)
-    assert products.multiply(left.mT, right, total) is total
+    assert matmul.multiply(left.mT, right, total) is total
     torch.testing.assert_close(total, product + 1)
 
 
@@ -130,11 +128,11 @@ def test_a_walk_brings_the_same_parts_together() -> None:
 def test_a_product_with_itself_shares_parts(longest: int, monkeypatch) -> None:
     """As on a GPU, but for the product of parts itself."""
     made = []
-    split = products._split
-    monkeypatch.setattr(products, "_split", lambda x, order: made.append(order) or split(x, order))
-    monkeypatch.setattr(products, "_parts_pay", lambda *_: True)
-    monkeypatch.setattr(products, "LONGEST_SUM", longest)
-    monkeypatch.setattr(products, "multiply", in_float64)
+    split = matmul._split
+    monkeypatch.setattr(matmul, "_split", lambda x, order: made.append(order) or split(x, order))
+    monkeypatch.setattr(matmul, "_parts_pay", lambda *_: True)
+    monkeypatch.setattr(tuning, "TERMS_LONGEST_SUM", longest)
+    monkeypatch.setattr(matmul, "multiply", in_float64)
     A = factors()[0]
     precise = A.double().mT @ A.double()
     assert relative_error(transposed_square(A[None])[0], precise) < 2e-7
@@ -144,7 +142,7 @@ def test_a_product_with_itself_shares_parts(longest: int, monkeypatch) -> None:
 
 
 def test_a_factor_that_the_caller_does_not_keep_is_freed_before_its_product(monkeypatch) -> None:
-    monkeypatch.setattr(products, "_parts_pay", lambda *_: True)
+    monkeypatch.setattr(matmul, "_parts_pay", lambda *_: True)
     storages, freed = [], []
 
     def made() -> torch.Tensor:
@@ -156,7 +154,7 @@ def test_a_factor_that_the_caller_does_not_keep_is_freed_before_its_product(monk
         freed.append(storages[0].expired())
         return left.float().mT @ right.float()
 
-    found = products.in_parts(product, [made()], flops=0.0)
+    found = matmul.in_parts(product, [made()], flops=0.0)
     assert torch.equal(found, torch.full((8, 8), 5.0))
     assert freed == [True]
 
@@ -165,7 +163,7 @@ def test_a_factor_that_the_caller_does_not_keep_is_freed_before_its_product(monk
 def test_a_solution_in_sample_space_is_freed_before_the_weights_product(
     transposed: bool, monkeypatch
 ) -> None:
-    monkeypatch.setattr(products, "_parts_pay", lambda *_: True)
+    monkeypatch.setattr(matmul, "_parts_pay", lambda *_: True)
     storages, freed = [], []
 
     class Watched(CG):
@@ -178,7 +176,7 @@ def test_a_solution_in_sample_space_is_freed_before_the_weights_product(
         freed.extend(storage.expired() for storage in storages)
         return in_float64(left, right, total).float()
 
-    monkeypatch.setattr(products, "multiply", multiply)
+    monkeypatch.setattr(matmul, "multiply", multiply)
     left, right = factors()
     shape = torch.Size([40, 50] if transposed else [50, 40])
     transfer = LinearTransfer(left, right.shape, shape, bias=True, transposed=transposed)
@@ -206,7 +204,16 @@ def test_a_bfloat16_factor_is_multiplied_in_float32(dtypes: tuple[torch.dtype, t
         assert relative_error(found.double(), left.double().mT @ right.double()) < 1e-6
 
 
-@pytest.mark.parametrize("size", [1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK + 40])
+@pytest.mark.parametrize(
+    "size",
+    [
+        1,
+        2 * tuning.CPU_SQUARE_BLOCK - 1,
+        2 * tuning.CPU_SQUARE_BLOCK,
+        2 * tuning.CPU_SQUARE_BLOCK + 1,
+        3 * tuning.CPU_SQUARE_BLOCK + 40,
+    ],
+)
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("strided", [False, True])
 def test_half_a_symmetric_product_is_the_whole(size: int, groups: int, strided: bool) -> None:
@@ -217,7 +224,7 @@ def test_half_a_symmetric_product_is_the_whole(size: int, groups: int, strided: 
 
 
 def test_half_a_product_of_bfloat16_numbers_is_in_float32() -> None:
-    A = torch.randn(1, 40, 2 * BLOCK).bfloat16()
+    A = torch.randn(1, 40, 2 * tuning.CPU_SQUARE_BLOCK).bfloat16()
     found = transposed_square(A)
     assert found.dtype == torch.float32
     assert relative_error(found.double(), A.double().mT @ A.double()) < 1e-6
@@ -271,11 +278,11 @@ def convolution(name: str, X: Tensor, shape: torch.Size, frozen: bool = False) -
 def test_a_convolution_takes_bfloat16_as_it_is(
     name: str, device: str, frozen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conv, "BLOCK", 2**11)  # a few images
-    monkeypatch.setattr(conv, "WIDENED", 2**9)
+    monkeypatch.setattr(tuning, "PATCHES_MOST_NUMBERS", 2**11)  # a few images
+    monkeypatch.setattr(tuning, "FLOAT32_COPY_MOST_NUMBERS", 2**9)
     if device == "as on a GPU":
         monkeypatch.setattr(conv, "MULTIPLY_ROWS", ("cpu", "cuda"))
-        monkeypatch.setattr(conv, "FEW_NUMBERS", 0)
+        monkeypatch.setattr(tuning, "CPU_PATCHES_MOST_NUMBERS", 0)
     layer, generator = CONVOLUTIONS[name], torch.Generator().manual_seed(0)
     dimensions = len(layer.kernel_size)
     X = torch.randn(5, layer.in_channels, *[8] * dimensions, generator=generator).bfloat16()
@@ -310,7 +317,7 @@ def test_bfloat16_images_are_in_float32_a_few_at_a_time(name: str, monkeypatch: 
     layer = CONVOLUTIONS[name]
     X = torch.randn(5, layer.in_channels, 8, 8).bfloat16()
     G = layer(X.float()).bfloat16()
-    monkeypatch.setattr(conv, "WIDENED", 2 * G[0].numel())
+    monkeypatch.setattr(tuning, "FLOAT32_COPY_MOST_NUMBERS", 2 * G[0].numel())
     counts, own = [], conv.WEIGHT_GRADIENT[2]
     monkeypatch.setitem(conv.WEIGHT_GRADIENT, 2, lambda *given: counts.append(len(given[0])) or own(*given))
     transfer = convolution(name, X, G.shape)
@@ -331,7 +338,7 @@ def test_no_images_at_all_give_no_gradient_in_bfloat16_either(name: str) -> None
 
 def test_parts_can_be_had_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.setattr(products, "_parts_pay", lambda *asked: True)
+    monkeypatch.setattr(matmul, "_parts_pay", lambda *asked: True)
     left, right = factors()
     found = transposed_product(left.bfloat16(), right)
     assert relative_error(found.double(), left.bfloat16().double().mT @ right.double()) < 1e-6
@@ -367,11 +374,11 @@ def test_a_square_in_float16_lets_what_is_not_finite_through() -> None:
 def test_large_squares_are_in_float16_where_tf32_is_allowed(monkeypatch) -> None:
     A = factors()[0][None]
     seen = []
-    monkeypatch.setattr(products, "_half_pays", lambda A, size: False)
-    monkeypatch.setattr(products, "square_in_float16", lambda A: seen.append(A.shape) or A.mT @ A)
-    monkeypatch.setattr(products.kernels, "multiply", lambda A: True)
-    monkeypatch.setattr(products.kernels, "tf32_allowed", lambda: True)
-    monkeypatch.setattr(products, "LEAST_FOR_FLOAT16", 40)
+    monkeypatch.setattr(matmul, "_half_pays", lambda A, size: False)
+    monkeypatch.setattr(matmul, "square_in_float16", lambda A: seen.append(A.shape) or A.mT @ A)
+    monkeypatch.setattr(matmul.device, "use_fp16_products", lambda A: True)
+    monkeypatch.setattr(matmul.device, "tf32_allowed", lambda: True)
+    monkeypatch.setattr(tuning, "FP16_LEAST_SIZE", 40)
     transposed_square(A)
     transposed_square(A[..., :39])
     assert seen == [(300, 40)]

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import proxprop
 from cases import relative_error
 from proxprop import CG
-from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Factored, spectral
+from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Factored, eigenbasis
 from test_spaces import problem, sizes, solve_in
 
 SPACES = pytest.mark.parametrize("space", [SAMPLE, FEATURE])
@@ -26,7 +26,7 @@ SPACES = pytest.mark.parametrize("space", [SAMPLE, FEATURE])
 def eigenbases(wanted: bool) -> Iterator[None]:
     """Wherever they are possible, or nowhere."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spectral, "pays", lambda size, iterations, outputs: wanted)
+        patch.setattr(eigenbasis, "pays", lambda size, iterations, outputs: wanted)
         yield
 
 
@@ -44,7 +44,7 @@ def in_eigenbasis(space: str, iterations: int, A: Tensor, G: Tensor, damping: fl
 @given(sizes=sizes, seed=st.integers(0, 2**31), k=st.integers(1, 10), log_damping=st.floats(-1, 3))
 def test_the_iterates_are_those_of_every_other_basis(space, sizes, seed, k, log_damping) -> None:
     A, G = problem(sizes, seed)
-    assume(spectral.is_level(A @ A.mT) and spectral.is_level(A.mT @ A))
+    assume(eigenbasis.is_level(A @ A.mT) and eigenbasis.is_level(A.mT @ A))
     expected = solve_in(MATRIX_FREE, CG(k), A, G, 10**log_damping)
     found = in_eigenbasis(space, k, A, G, 10**log_damping)
     assert relative_error(found, expected) < 1e-6  # as many steps as unknowns lose some digits
@@ -103,7 +103,7 @@ def steps_and_columns(
         return CG(iterations).prepared(space, M, 1.0, G.shape[-1])(right).value
 
     with eigenbases(True), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spectral, "MOST_POLYNOMIALS", 0)
+        patch.setattr(eigenbasis, "MOST_POLYNOMIALS", 0)
         in_steps = solve()
     with eigenbases(True), pytest.MonkeyPatch.context() as patch:
         on_diagonal = module.on_diagonal
@@ -259,7 +259,7 @@ def test_rows_of_very_different_size_are_multiplied_instead(iterations: int) -> 
     [([1.0, 2.0, 0.0], True), ([0.0, 0.0], True), ([1.0, 1e-4], False), ([1.0, torch.nan], False)],
 )
 def test_rows_are_level_where_all_but_zeros_are_alike(diagonal: list[float], level: bool) -> None:
-    assert spectral.is_level(torch.tensor(diagonal).diag()[None]) == level
+    assert eigenbasis.is_level(torch.tensor(diagonal).diag()[None]) == level
 
 
 @SPACES
@@ -303,9 +303,9 @@ def test_stand_in_tensors_have_no_eigenvectors_to_look_for() -> None:
 
 def test_eigenvectors_are_looked_for_where_they_are_fewer_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert spectral.pays(size=500, iterations=10, outputs=1000)
-    assert spectral.pays(size=500, iterations=3, outputs=4000)
-    assert not spectral.pays(size=500, iterations=3, outputs=1000)
-    assert not spectral.pays(size=500, iterations=2, outputs=10**6)
+    assert eigenbasis.pays(size=500, iterations=10, outputs=1000)
+    assert eigenbasis.pays(size=500, iterations=3, outputs=4000)
+    assert not eigenbasis.pays(size=500, iterations=3, outputs=1000)
+    assert not eigenbasis.pays(size=500, iterations=2, outputs=10**6)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)  # which have multiplied long before
-    assert not spectral.pays(size=500, iterations=10, outputs=4000)
+    assert not eigenbasis.pays(size=500, iterations=10, outputs=4000)

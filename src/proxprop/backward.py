@@ -12,18 +12,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from proxprop import kernels
-from proxprop.aside import Aside, Fork, join_last, wait
-from proxprop.kernels import is_captured
+from proxprop import device, tuning
 from proxprop.settings import Settings
+from proxprop.side_streams import Aside, Fork, join_last, wait
 from proxprop.solvers import DIAGONAL, FEATURE, SAMPLE, Factored, Plan, Ready, plan
 from proxprop.solvers.plan import remembered_plan
 from proxprop.transfer import Affine, LinearTransfer, Parameters, Transfer
 
 Shapes = Sequence[torch.Size | None]
-
-PREPARED_ROWS = 1024
-"""Most rows of a layer's output for which a solve is prepared before its turn in a backward pass."""
 
 
 class Build(Protocol):
@@ -157,7 +153,7 @@ class Call:
         """The solved direction; a failure is noted and an observer shown."""
         ready = self.aside.take() if self.aside is not None else None
         coarse = transfer.coarse and not torch.compiler.is_compiling()
-        with kernels.for_coarse_numbers() if coarse else nullcontext():
+        with device.coarse_numbers() if coarse else nullcontext():
             direction = solve(transfer, G, self.settings, ready)
         self.failures.note(direction.failed)
         if self.observer is not None:
@@ -278,7 +274,7 @@ def summed_once(ctx: Any, saved: Sequence[Tensor], transfer: Transfer, G: Tensor
         # Whether this pass adds to the leaves; `torch.autograd.grad` does not.
         (leaf, _), *_ = ctx.next_functions[-call.sums :]
         ctx.summed = torch._C._will_engine_execute_node(leaf)
-        if not ctx.summed and is_captured(G):
+        if not ctx.summed and device.is_captured(G):
             refuse_gradients_alone(ctx)
         if ctx.summed and call.summing.keep(transfer, saved[0].dtype):
             return [None] * call.sums
@@ -404,7 +400,7 @@ def attach_direction(
     join_last(parameters, call.aside)
     with call.aside.on(output.device):
         token = Proximal.apply(output.detach(), call, *saved, *parameters)
-    if 0 < output.numel() <= PREPARED_ROWS * output.shape[-1]:  # they are all held at once
+    if 0 < output.numel() <= tuning.PREPARED_MOST_ROWS * output.shape[-1]:  # they are all held at once
         wait(token.grad_fn, prepare_aside)
     forked: Tensor = Fork.apply(output, token)
     return forked

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from proxprop.settings import Settings
 from proxprop.solvers import Exact, Solution, Solver
-from proxprop.solvers.blocked import by_blocks, goes_by_blocks
-from proxprop.solvers.factor import ELIMINATED_ROWS, eliminates, factorize, inverse
+from proxprop.solvers.block_cholesky import by_blocks, goes_by_blocks
+from proxprop.solvers.cholesky import eliminates, factorize, inverse
+from proxprop.tuning import TRITON_CHOLESKY_MOST_ROWS
 
 
 class Operator(Protocol):
@@ -158,7 +159,7 @@ def kept_operators(forms: Iterable[tuple[Form, Solver]]) -> list[tuple[Operator,
         M = form.M
         if not isinstance(solver, Exact) or M.dim() == 2:
             made[place] = Solve(form, solver), None
-        elif M.shape[-1] > ELIMINATED_ROWS:
+        elif M.shape[-1] > TRITON_CHOLESKY_MOST_ROWS:
             made[place] = Inverse.of(form)
         else:
             alike = M.shape[1:], M.dtype, M.device, form.damping, form.factor

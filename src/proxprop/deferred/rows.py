@@ -17,9 +17,9 @@ from torch import Tensor
 
 from proxprop.settings import Settings
 from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Exact, Sizes, Solution
-from proxprop.solvers.factor import inverse_factor
+from proxprop.solvers.cholesky import inverse_factor
+from proxprop.solvers.matmul import transposed_product
 from proxprop.solvers.plan import remembered_plan
-from proxprop.solvers.products import transposed_product
 from proxprop.transfer import LinearTransfer
 
 

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from proxprop import tuning
 from proxprop.backward import no_autocast
 from proxprop.deferred.equation import Block, Equation
 from proxprop.deferred.operator import Inverse, Operator
 from proxprop.deferred.step import direct
+from proxprop.device import round_up
 from proxprop.distributed import mesh_of
-from proxprop.kernels import ALIGNED, up
 from proxprop.transfer import Affine, BilinearTransfer, ConvTransfer, LinearTransfer, NormTransfer
 
 TOGETHER_BYTES = 64 * 2**20
@@ -157,7 +158,7 @@ def _chunks(members: Sequence[tuple[Equation, Inverse]]) -> Iterable[Sequence[tu
 def _moved_together(operators: Sequence[Inverse]) -> Tensor:
     """All inverses in one tensor, which the operators then keep parts of; rows begin where a GPU likes them to."""
     groups, features, _ = operators[0].kept.shape
-    stride = up(features, ALIGNED)
+    stride = round_up(features, tuning.ALIGNED)
     P = operators[0].kept.new_empty(len(operators) * groups, features, stride)[..., :features]
     for operator, part in zip(operators, P.split(groups), strict=True):
         operator.kept = part.copy_(operator.kept)

@@ -12,11 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proxprop.kernels import on_its_device, with_rows
-from proxprop.kernels.launch import launches
-
-BLOCK = 32
-"""Rows of a block: one for each thread of a warp."""
+from proxprop.kernels.launch import launches, on_its_device, with_rows
+from proxprop.tuning import CHOLESKY_TILE
 
 
 @triton.jit
@@ -162,20 +159,32 @@ def inverse_factor(M: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     damping = float(damping)  # of which Triton makes one kernel, of whole numbers many
     M = with_rows(M)
     groups, size, _ = M.shape
-    steps = triton.cdiv(size, BLOCK)
-    padded = steps * BLOCK
+    steps = triton.cdiv(size, CHOLESKY_TILE)
+    padded = steps * CHOLESKY_TILE
     work, partial, inverse = (M.new_empty(groups, padded, padded) for _ in range(3))
-    pivots, least = M.new_empty(groups, steps, BLOCK, BLOCK), M.new_empty(groups, steps)
+    pivots, least = M.new_empty(groups, steps, CHOLESKY_TILE, CHOLESKY_TILE), M.new_empty(groups, steps)
     failed = torch.empty(groups, dtype=torch.bool, device=M.device)
     launch = launches("cholesky.inverse_factor", [M])
-    launch(_begin, (groups,), M, pivots, least, size, M.stride(1), steps, damping, BLOCK=BLOCK, num_warps=1)
+    launch(
+        _begin,
+        (groups,),
+        M,
+        pivots,
+        least,
+        size,
+        M.stride(1),
+        steps,
+        damping,
+        BLOCK=CHOLESKY_TILE,
+        num_warps=1,
+    )
     for step in range(steps):
         tiles = (steps * (steps + 1) - step * (step + 1)) // 2
         launch(
             _eliminate, (tiles, groups),
             work if step else M, work, partial, inverse, pivots, least,
             size, padded if step else M.stride(1), steps, step, damping,
-            FIRST=step == 0, BLOCK=BLOCK, num_warps=1,
+            FIRST=step == 0, BLOCK=CHOLESKY_TILE, num_warps=1,
         )  # fmt: skip
     launch(
         _mend, (groups,), inverse, least, M, failed, size, M.stride(1), steps, padded, damping,

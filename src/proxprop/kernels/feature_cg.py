@@ -9,21 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proxprop.kernels import halves, on_its_device, up
-from proxprop.kernels.halves import power, store_parts, unscaled
-from proxprop.kernels.launch import launches
-
-WHOLE = 1024
-"""Most features of which a program holds whole columns."""
-
-ROWS = 512
-"""Rows that it holds at a time where there are more."""
-
-BLOCK = 2**23
-"""Most numbers of each of the six arrays that steps work in: there are as many outputs in a block."""
-
-LEAST_WIDTH = 2048
-"""Outputs that a block may have even so: fewer would leave multiprocessors idle."""
+from proxprop import tuning
+from proxprop.device import round_up
+from proxprop.kernels import split_fp16
+from proxprop.kernels.launch import launches, on_its_device
+from proxprop.kernels.split_fp16 import power, store_parts, unscaled
 
 
 @triton.jit
@@ -232,8 +222,14 @@ def feature_cg(S: Tensor, B: Tensor, damping: float, iterations: int, parts: int
     """
     damping = float(damping)  # of which Triton makes one kernel, of whole numbers many
     groups, features, outputs = B.shape
-    parts_of_S, diagonal = halves.split(S, features, parts)
-    blocks = max(1, triton.cdiv(outputs, max(LEAST_WIDTH, BLOCK // (groups * features))))
+    parts_of_S, diagonal = split_fp16.split(S, features, parts)
+    blocks = max(
+        1,
+        triton.cdiv(
+            outputs,
+            max(tuning.FEATURE_CG_LEAST_OUTPUTS, tuning.FEATURE_CG_MOST_NUMBERS // (groups * features)),
+        ),
+    )
     found = [
         _solve(parts_of_S, diagonal, some, damping, iterations, parts)
         for some in B.split(triton.cdiv(outputs, blocks), dim=-1)
@@ -247,10 +243,10 @@ def _solve(
     """`feature_cg` for a block of outputs."""
     B = B.contiguous()
     groups, features, outputs = B.shape
-    padded, wide = up(features, halves.INNER), up(outputs, halves.WIDE)
-    whole = padded <= WHOLE
+    padded, wide = round_up(features, tuning.FP16_INNER_UNIT), round_up(outputs, tuning.FP16_WIDTH_UNIT)
+    whole = padded <= tuning.FEATURE_CG_WHOLE_ROWS
     columns = 4 if outputs < 256 else 8 if whole or outputs < 2048 else 16
-    rows = triton.next_power_of_2(padded) if whole else ROWS
+    rows = triton.next_power_of_2(padded) if whole else tuning.FEATURE_CG_ROWS
     shape = {"PARTS": parts, "ROWS": rows, "COLUMNS": columns, "num_warps": 4 if columns == 16 else 8}
     programs = (triton.cdiv(wide, columns), groups)
     parts_of_search = B.new_empty(groups, parts * padded, wide, dtype=torch.float16)
@@ -265,7 +261,7 @@ def _solve(
     for step in range(iterations):
         launch(
             _advance_whole if whole else _advance, programs,
-            search, halves.product(parts_of_S, parts_of_search), residual, D, diagonal, parts_of_search, unscale,
+            search, split_fp16.product(parts_of_S, parts_of_search), residual, D, diagonal, parts_of_search, unscale,
             scale, squared, damping, features, padded, wide,
             FIRST=step == 0, LAST=step == iterations - 1, **shape,
         )  # fmt: skip

@@ -6,10 +6,15 @@ shapes, strides and alignment, so that its launches are kept by those, in their 
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+Launching = Callable[Concatenate[Tensor, Arguments], Result]
 
 ALIGNMENT = 16
 """In bytes: what Triton asks of pointers. Arrays that torch makes have more."""
@@ -56,3 +61,20 @@ def launches(solve: str, arrays: Sequence[Tensor], *numbers: object) -> Launches
 @lru_cache(maxsize=4096)
 def _kept(*question: object) -> dict[int, Callable[..., None]]:
     return {}
+
+
+def on_its_device(launching: Launching[Arguments, Result]) -> Launching[Arguments, Result]:
+    """Launch on the device of the first argument; Triton would take the current one."""
+
+    @wraps(launching)
+    def launch(array: Tensor, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with torch.cuda.device_of(array):
+            return launching(array, *args, **kwargs)
+
+    return launch
+
+
+def with_rows(M: Tensor) -> Tensor:
+    """M `[groups, size, size]`, copied unless its rows are contiguous and evenly apart."""
+    even = len(M) == 1 or M.stride(0) == M.shape[1] * M.stride(1)
+    return M if even and M.stride(2) == 1 else M.contiguous()

@@ -18,18 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proxprop.kernels import halves, on_its_device, up
-from proxprop.kernels.halves import power, store_parts, unscaled
-from proxprop.kernels.launch import launches
-
-NUMBERS = 1024
-"""Numbers of one array that a program holds: 8 a thread with 4 warps."""
-
-TURNED_NUMBERS = 8192
-"""Numbers of G that a program of 8 warps turns."""
-
-MOST_KEPT = 2**26
-"""Most bytes of residuals and their parts: there are as many outputs in a block."""
+from proxprop import tuning
+from proxprop.device import round_up
+from proxprop.kernels import split_fp16
+from proxprop.kernels.launch import launches, on_its_device
+from proxprop.kernels.split_fp16 import power, store_parts, unscaled
 
 
 @triton.jit
@@ -162,10 +155,12 @@ def sample_cg(K: Tensor, G: Tensor, damping: float, iterations: int, parts: int)
     damping = float(damping)  # of which Triton makes one kernel, of whole numbers many
     G = G.contiguous()
     groups, samples, outputs = G.shape
-    padded = up(samples, halves.INNER)
-    parts_of_K, diagonal = halves.split(K, padded, parts)
+    padded = round_up(samples, tuning.FP16_INNER_UNIT)
+    parts_of_K, diagonal = split_fp16.split(K, padded, parts)
     kept, residuals = _arrays(iterations, parts)
-    blocks = triton.cdiv(groups * outputs * padded * (2 * parts * kept + 4 * residuals), MOST_KEPT)
+    blocks = triton.cdiv(
+        groups * outputs * padded * (2 * parts * kept + 4 * residuals), tuning.SAMPLE_CG_MOST_BYTES
+    )
     found = [
         _solve(parts_of_K, diagonal, some, damping, iterations, parts)
         for some in G.split(triton.cdiv(outputs, blocks), dim=-1)
@@ -191,7 +186,10 @@ def _solve(
     rho = G.new_empty(residuals, groups, outputs, padded)
     lengths, ratio, unscale = (G.new_empty(iterations, groups, outputs) for _ in range(3))
     squared, scale = (G.new_empty(groups, outputs) for _ in range(2))
-    turned, rows = max(1, TURNED_NUMBERS // length), max(1, NUMBERS // length)
+    turned, rows = (
+        max(1, tuning.SAMPLE_CG_TRANSPOSED_NUMBERS // length),
+        max(1, tuning.SAMPLE_CG_NUMBERS // length),
+    )
     launch = launches("sample_cg", [G], iterations, parts)
     launch(
         _begin, (triton.cdiv(outputs, turned), groups),
@@ -199,7 +197,7 @@ def _solve(
         PARTS=parts, SAMPLES=length, OUTPUTS=turned, num_warps=8,
     )  # fmt: skip
     for step in range(iterations):
-        K_rho = halves.product(parts_of_rho[step % kept], parts_of_K.mT)
+        K_rho = split_fp16.product(parts_of_rho[step % kept], parts_of_K.mT)
         launch(
             _advance, (triton.cdiv(outputs, rows), groups),
             rho, K_rho, diagonal, parts_of_rho, unscale, scale, squared, lengths, ratio,

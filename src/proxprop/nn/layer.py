@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from proxprop import aside
+from proxprop import side_streams
 from proxprop.backward import (
     Build,
     Call,
@@ -219,8 +219,8 @@ class ProximalLayer(nn.Module):
         if self._attached is not None:
             sums = self._attached.leaves(part, output.device, precision(output, *inputs))
             mode = {"summing": self._attached.summing(part), "sampling": self._attached.sampling(part)}
-        elif self._observer is None and aside.pays(self.spaces, output, parameters):
-            mode = {"aside": aside.Aside(self._turn)}
+        elif self._observer is None and side_streams.pays(self.spaces, output, parameters):
+            mode = {"aside": side_streams.Aside(self._turn)}
         call = Call(build, self._settings, self._failures, self._observer, len(inputs), bfloat16, **mode)
         if self._planned is not None:
             self._planned(owner or self, call.plan(inputs, output, parameters))

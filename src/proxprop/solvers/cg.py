@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from proxprop import kernels
-from proxprop.solvers import spectral
+from proxprop import device
+from proxprop.solvers import eigenbasis
 from proxprop.solvers.memory import is_transformed
 from proxprop.solvers.solver import FEATURE, MATRIX_FREE, SAMPLE, Factored, Ready, Sizes, Solution, Solver
 
@@ -90,10 +90,10 @@ class CG(Solver):
     def samples(self, K: Tensor, G: Tensor, damping: float) -> Solution:
         """Return U with `AᵀU` the iterate of `features`, from products with K alone."""
         few = G.shape[-2] <= FUSED_SAMPLES and self.iterations <= FUSED_ITERATIONS
-        if few and self.per_output and kernels.multiply(G):
+        if few and self.per_output and device.use_fp16_products(G):
             from proxprop.kernels import sample_cg as fused
 
-            return Solution(fused.sample_cg(K, G, damping, self.iterations, kernels.parts()))
+            return Solution(fused.sample_cg(K, G, damping, self.iterations, device.fp16_terms()))
         ready = self._in_eigenbasis(SAMPLE, K, damping, G.shape[-1])
         if ready is not None:
             return ready(G)
@@ -105,10 +105,10 @@ class CG(Solver):
 
     def features(self, S: Tensor, B: Tensor, damping: float) -> Solution:
         """Return the iterate from products with S."""
-        if self.per_output and B.shape[-2] <= FUSED_FEATURES and kernels.multiply(B):
+        if self.per_output and B.shape[-2] <= FUSED_FEATURES and device.use_fp16_products(B):
             from proxprop.kernels import feature_cg as fused
 
-            return Solution(fused.feature_cg(S, B, damping, self.iterations, kernels.parts()))
+            return Solution(fused.feature_cg(S, B, damping, self.iterations, device.fp16_terms()))
         ready = self._in_eigenbasis(FEATURE, S, damping, B.shape[-1])
         if ready is not None:
             return ready(B)
@@ -129,8 +129,8 @@ class CG(Solver):
         """What solves in the eigenbasis of K or S, on a CPU; None where that does not pay or there is none."""
         if not self.per_output or M.device.type != "cpu" or is_transformed(M):
             return None
-        pays = spectral.pays(M.shape[-1], self.iterations, outputs)
-        basis = spectral.eigenbasis(M, space) if pays else None
+        pays = eigenbasis.pays(M.shape[-1], self.iterations, outputs)
+        basis = eigenbasis.eigenbasis(M, space) if pays else None
         if basis is None:
             return None
         values, vectors, weights = basis
@@ -143,7 +143,7 @@ class CG(Solver):
         def at_once(B: Tensor) -> Tensor:
             return in_krylov_space(diagonal, weights, vectors, B, self.iterations, in_steps)
 
-        return Factored(vectors, at_once if self.iterations <= spectral.MOST_POLYNOMIALS else in_steps)
+        return Factored(vectors, at_once if self.iterations <= eigenbasis.MOST_POLYNOMIALS else in_steps)
 
     @property
     def _sums(self) -> tuple[int, ...]:
@@ -238,7 +238,7 @@ def in_krylov_space(
     groups, size, outputs = B.shape
     exact = torch.float64
     count = -(-outputs // at_a_time((2 * B.itemsize + exact.itemsize) * groups * size))
-    width = kernels.up(-(-outputs // count), ALIGNED)
+    width = device.round_up(-(-outputs // count), ALIGNED)
     memory = B.new_empty(groups * size * width)
     for_squares = torch.empty_like(memory, dtype=exact)
     D, sums = B.new_empty(B.shape), for_squares.new_empty(groups, iterations * (iterations + 1), outputs)
@@ -247,12 +247,12 @@ def in_krylov_space(
         entries, squares = (array[: out.numel()].view(out.shape) for array in (memory, for_squares))
         out.copy_(torch.bmm(vectors.mT, columns, out=entries))
         squares.copy_(entries).mul_(squares)
-        basis = basis or spectral.polynomials(diagonal, weights, squares[..., :TYPICAL_OUTPUTS], iterations)
+        basis = basis or eigenbasis.polynomials(diagonal, weights, squares[..., :TYPICAL_OUTPUTS], iterations)
         if basis is None:
             return in_steps(B)
         torch.bmm(basis.moments, squares, out=those)
     assert basis is not None
-    shares, safe = spectral.coefficients(sums, iterations)
+    shares, safe = eigenbasis.coefficients(sums, iterations)
     for some, out in zip(shares.to(B.dtype).split(width, dim=-1), D.split(width, dim=-1), strict=True):
         out.mul_(torch.bmm(basis.values.mT, some, out=memory[: out.numel()].view(out.shape)))
     again = safe.logical_not()

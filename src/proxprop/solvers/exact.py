@@ -5,9 +5,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from proxprop.solvers.blocked import by_blocks, goes_by_blocks
-from proxprop.solvers.factor import Factor, eliminates, factorize, inverse, substitute
-from proxprop.solvers.products import transposed_product
+from proxprop.solvers.block_cholesky import by_blocks, goes_by_blocks
+from proxprop.solvers.cholesky import Factor, eliminates, factorize, inverse, substitute
+from proxprop.solvers.matmul import transposed_product
 from proxprop.solvers.solver import FEATURE, SAMPLE, Factored, Ready, Sizes, Solution, Solver
 
 

@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from proxprop.kernels import is_watched
-
-LEAST_BYTES = 2**25
-"""From these on, glibc asks Linux for every array anew, and gives it back when it is freed."""
+from proxprop.device import is_traced
 
 
 def in_huge_pages(array: Tensor) -> Tensor:
@@ -40,7 +37,7 @@ def _madvise() -> Any:
 
 def is_transformed(tensor: Tensor) -> bool:
     """Whether operations on a tensor are traced, batched or differentiated, and can't write where they are told to."""
-    if type(tensor) is not Tensor or is_watched():
+    if type(tensor) is not Tensor or is_traced():
         return True
     functorch = torch._C._functorch
     kinds = functorch.is_batchedtensor, functorch.is_legacy_batchedtensor, functorch.is_gradtrackingtensor

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from proxprop.kernels import ALIGNED, up
-from proxprop.solvers.products import square, transposed_square, wide
+from proxprop import tuning
+from proxprop.device import round_up
+from proxprop.solvers.matmul import square, transposed_square, wide
 from proxprop.transfer.transfer import Parameters, Transfer
 
 
@@ -98,7 +99,9 @@ class Affine(Transfer):
     def _border(self, S: Tensor, sums: Tensor) -> Tensor:
         """S of the input rows, with the row and column that the ones add."""
         groups, samples, features, _ = self.sizes
-        bordered = S.new_full((groups, features, up(features, ALIGNED)), float(samples))[..., :features]
+        bordered = S.new_full((groups, features, round_up(features, tuning.ALIGNED)), float(samples))[
+            ..., :features
+        ]
         bordered[:, :-1, :-1] = S
         bordered[:, :-1, -1] = sums
         bordered[:, -1, :-1] = sums

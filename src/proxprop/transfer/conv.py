@@ -8,35 +8,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional, grad
 
+from proxprop import tuning
 from proxprop.solvers import Sizes
-from proxprop.solvers.products import transposed_product, transposed_square, wide
-from proxprop.transfer import autocorrelation, banded
+from proxprop.solvers.matmul import transposed_product, transposed_square, wide
+from proxprop.transfer import gram_autocorrelation, gram_image_rows
 from proxprop.transfer.affine import Affine
-from proxprop.transfer.transfer import OWN_PRICE_ON_A_GPU, Parameters
+from proxprop.transfer.transfer import Parameters
 
 CONVOLVE = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 WEIGHT_GRADIENT = {1: grad.conv1d_weight, 2: grad.conv2d_weight, 3: grad.conv3d_weight}
 
-BLOCK = 2**24
-"""Most numbers of unfolded patches that exist at a time while S is summed."""
-
-WIDENED = 2**22
-"""Most numbers of a bfloat16 input, or of its output, that exist in float32 at a time beside the gradient."""
-
-FEW_NUMBERS = 2**17
-"""Numbers of unfolded patches up to which a CPU has multiplied them before it has made the calls of a transform."""
-
-TRANSFORM_PRICE_ON_A_GPU = 12.0
-"""FLOPs of a product on tensor cores that take a GPU as long as one of a Fourier transform and what goes with it."""
-
-TRANSFORM_PRICE_IN_BFLOAT16 = 72.0
-"""The same where the product is one of bfloat16 numbers, not of six of their like."""
-
 MULTIPLY_ROWS = ("cuda",)
 """Devices where products of image rows make S: a transform takes a GPU more launches, and a CPU fewer FLOPs."""
-
-SHORT_ROW = 512
-"""Most numbers (channels × width) of an image row for which that is faster."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +108,12 @@ class ConvTransfer(Affine):
         if self.weight_shape is None:
             return self.batched.new_full((groups, 1, 1), float(samples), dtype=wide(self.batched))
         if self._bands():
-            S = banded.gram(self.batched, *self._axes())[None]
-            return self._border(S, banded.sums(self.batched, *self._axes())) if self.bias else S
+            S = gram_image_rows.gram(self.batched, *self._axes())[None]
+            return self._border(S, gram_image_rows.sums(self.batched, *self._axes())) if self.bias else S
         if self._correlates():
             image, walks = self._widened().unflatten(1, (groups, -1)), self._walks()
-            S = autocorrelation.gram(image, walks)
-            return self._border(S, autocorrelation.sums(image, walks)) if self.bias else S
+            S = gram_autocorrelation.gram(image, walks)
+            return self._border(S, gram_autocorrelation.sums(image, walks)) if self.bias else S
         return self._from_patches()[0]
 
     def normal_equations(self, G: Tensor) -> tuple[Tensor, Parameters]:
@@ -221,7 +204,9 @@ class ConvTransfer(Affine):
 
     def _in_float32(self) -> Iterator[tuple[slice, "ConvTransfer"]]:
         """Some images at a time, and a call of the same layer with them in float32."""
-        for images in self._images(max(self.batched.numel(), self.batched_shape.numel()), WIDENED):
+        for images in self._images(
+            max(self.batched.numel(), self.batched_shape.numel()), tuning.FLOAT32_COPY_MOST_NUMBERS
+        ):
             input = self.batched[images].float()
             shape = torch.Size([len(input), *self.batched_shape[1:]])
             yield images, type(self)(input, shape, self.weight_shape, self.bias, self.geometry)
@@ -256,7 +241,7 @@ class ConvTransfer(Affine):
             return None
         batch, channels = self.batched.shape[:2]
         if self._bands():
-            return banded.flops(*self._axes(), batch, channels)
+            return gram_image_rows.flops(*self._axes(), batch, channels)
         return self._transform_flops() if self._correlates() else None
 
     def gram_price(self) -> float:
@@ -266,7 +251,7 @@ class ConvTransfer(Affine):
 
     def own_price(self) -> float:
         """Higher on a GPU."""
-        return OWN_PRICE_ON_A_GPU if self.batched.is_cuda else 1.0
+        return tuning.OWN_PRICE_ON_A_GPU if self.batched.is_cuda else 1.0
 
     def _bands(self) -> bool:
         """Whether S comes from products of image rows: on a GPU, for rows so short that launches are what counts."""
@@ -275,22 +260,25 @@ class ConvTransfer(Affine):
             return False
         if self.batched.device.type not in MULTIPLY_ROWS or self._is_stand_in():
             return False
-        return self.batched.shape[1] * self.batched.shape[3] <= SHORT_ROW
+        return self.batched.shape[1] * self.batched.shape[3] <= tuning.IMAGE_ROWS_MOST_NUMBERS
 
-    def _axes(self) -> tuple[banded.Axis, banded.Axis]:
+    def _axes(self) -> tuple[gram_image_rows.Axis, gram_image_rows.Axis]:
         """How the kernel walks down and across."""
         g = self.geometry
         height, width = zip(self.batched.shape[2:], g.kernel, g.stride, g.widths, strict=True)
-        return banded.Axis(*height), banded.Axis(*width)
+        return gram_image_rows.Axis(*height), gram_image_rows.Axis(*width)
 
     def _correlates(self) -> bool:
         """Whether S comes from autocorrelations; torch.compile can't generate code for complex numbers."""
         if self._is_stand_in() or any(step != 1 for step in self.geometry.stride):
             return False
         groups, samples, features, _ = self.sizes
-        if self.batched.device.type == "cpu" and groups * samples * features <= FEW_NUMBERS:
+        if (
+            self.batched.device.type == "cpu"
+            and groups * samples * features <= tuning.CPU_PATCHES_MOST_NUMBERS
+        ):
             return False
-        return autocorrelation.applies(self._walks()) and not (self.coarse and self._patches_pay())
+        return gram_autocorrelation.applies(self._walks()) and not (self.coarse and self._patches_pay())
 
     def _patches_pay(self) -> bool:
         """Whether products of bfloat16 patches are faster than a transform, for which they are copied to float32."""
@@ -299,27 +287,28 @@ class ConvTransfer(Affine):
 
     def _transform_flops(self) -> float:
         (batch, channels), groups = self.batched.shape[:2], self.sizes.groups
-        return autocorrelation.flops(self._walks(), batch, groups, channels // groups)
+        return gram_autocorrelation.flops(self._walks(), batch, groups, channels // groups)
 
     def _transform_price(self) -> float:
-        return TRANSFORM_PRICE_IN_BFLOAT16 if self.coarse else TRANSFORM_PRICE_ON_A_GPU
+        return tuning.TRANSFORM_PRICE_IN_BFLOAT16 if self.coarse else tuning.TRANSFORM_PRICE_ON_A_GPU
 
     def _is_stand_in(self) -> bool:
         """Whether this is a trace, or a tensor without numbers, rather than a call."""
         return torch.compiler.is_compiling() or type(self.batched) is not Tensor or self.batched.is_meta
 
-    def _walks(self) -> list[autocorrelation.Walk]:
+    def _walks(self) -> list[gram_autocorrelation.Walk]:
         """How the kernel walks over each spatial dimension."""
         g = self.geometry
         sizes = self.batched.shape[2:]
         return [
-            autocorrelation.Walk(*axis) for axis in zip(sizes, g.kernel, g.dilation, g.widths, strict=True)
+            gram_autocorrelation.Walk(*axis)
+            for axis in zip(sizes, g.kernel, g.dilation, g.widths, strict=True)
         ]
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Some images at a time, and their patches."""
         groups, samples, features, _ = self.sizes
-        for images in self._images(groups * samples * features, BLOCK):
+        for images in self._images(groups * samples * features, tuning.PATCHES_MOST_NUMBERS):
             yield images, self._unfold(self._padded(images))
 
     def _images(self, numbers: int, most: int) -> Iterator[slice]:

@@ -4,13 +4,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from proxprop import tuning
 from proxprop.solvers import Sizes
-from proxprop.solvers.products import transposed_product, wide
+from proxprop.solvers.matmul import transposed_product, wide
 from proxprop.transfer.affine import Affine
-from proxprop.transfer.transfer import OWN_PRICE_ON_A_GPU, Parameters
-
-OWN_PRICE_IN_BFLOAT16 = 7.0
-"""Where inputs are bfloat16: S is one product on tensor cores, the layer's own are in float32, or in three parts."""
+from proxprop.transfer.transfer import Parameters
 
 
 class LinearTransfer(Affine):
@@ -54,7 +52,7 @@ class LinearTransfer(Affine):
         """Higher on a GPU."""
         if not self.input.is_cuda:
             return 1.0
-        return OWN_PRICE_IN_BFLOAT16 if self.coarse else OWN_PRICE_ON_A_GPU
+        return tuning.OWN_PRICE_IN_BFLOAT16 if self.coarse else tuning.OWN_PRICE_ON_A_GPU
 
     def rows(self) -> Tensor:
         """The input, its leading dimensions flattened."""

@@ -11,10 +11,6 @@ Parameters = tuple[Tensor | None, ...]
 """One tensor for each of the layer's parameters, in its own shape; None for one that is not trained."""
 
 
-OWN_PRICE_ON_A_GPU = 2.0
-"""Products with K and S run on tensor cores in parts, those of a layer in the caller's precision and twice a step."""
-
-
 class Transfer(ABC):
     """One call of a layer, seen as `Y = A V` with everything but the parameters V held fixed.
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxprop import kernels
-from proxprop.solvers.memory import LEAST_BYTES, in_huge_pages, is_transformed
+from proxprop import device, tuning
+from proxprop.solvers.memory import in_huge_pages, is_transformed
 
 LEFT, RIGHT = (0, 2, 1, 0, 1, 0), (2, 0, 1, 1, 0, 0)
 """Which parts meet, counted from the largest."""
@@ -30,27 +30,6 @@ WALK = (0, 2, 0, 1, 1, 0, 0)
 """Each of those pairs stands side by side in it once: where left is right, one stack of parts holds both factors."""
 
 SMALLEST_FIRST = (2, 1, 0)
-
-LONGEST_SUM = 1024
-"""Rows that are summed by tensor cores."""
-
-LEAST_FLOPS = 5e8
-"""Below this a product is bound by launches."""
-
-LEAST_FLOPS_OF_A_SQUARE = 1e10
-"""Below this, `AAᵀ` is not worth a transposed copy of A."""
-
-LEAST_IN_TWO = 2**25
-"""Bytes of parts from which on nine blocks in two products are better than twelve in one, which is faster."""
-
-LEAST_FOR_FLOAT16 = 1024
-"""Samples and features from which on a copy in float16 pays where TF32 is allowed."""
-
-BLOCK = 128
-"""Columns of a symmetric product that a CPU computes at a time."""
-
-FAST_BFLOAT16 = ((8, 0), (9, 0), (10, 0), (10, 3))
-"""Compute capabilities with at least fifteen times as many FLOPs in bfloat16 as in float32."""
 
 
 def transposed_product(left: Tensor, right: Tensor | None = None, precise: bool = False) -> Tensor:
@@ -71,7 +50,7 @@ def square(A: Tensor) -> Tensor:
     """`AAᵀ [groups, samples, samples]` for A `[groups, samples, features]`; in float32 where A is bfloat16."""
     if _half_pays(A, A.shape[-2]):
         return _half(A.to(wide(A)))
-    large = 2.0 * A.numel() * A.shape[1] > LEAST_FLOPS_OF_A_SQUARE
+    large = 2.0 * A.numel() * A.shape[1] > tuning.SQUARE_LEAST_FLOPS
     if A.is_cuda and len(A) == 1 and large and A.dtype != torch.bfloat16:
         return transposed_product(A[0].mT.contiguous())[None]
     return multiply(A, A.mT)
@@ -83,7 +62,9 @@ def transposed_square(A: Tensor) -> Tensor:
         return _half(A.mT.to(wide(A)))
     if len(A) > 1:
         return multiply(A.mT, A)
-    float16_pays = kernels.multiply(A) and kernels.tf32_allowed() and min(A.shape[1:]) >= LEAST_FOR_FLOAT16
+    float16_pays = (
+        device.use_fp16_products(A) and device.tf32_allowed() and min(A.shape[1:]) >= tuning.FP16_LEAST_SIZE
+    )
     return (square_in_float16 if float16_pays else transposed_product)(A[0])[None]
 
 
@@ -106,18 +87,20 @@ def wide(array: Tensor) -> torch.dtype:
 
 def _half_pays(A: Tensor, size: int) -> bool:
     """Whether half of a symmetric product of this size is less work than the whole, rather than more calls."""
-    return A.device.type == "cpu" and size >= 2 * BLOCK and not torch.compiler.is_compiling()
+    return (
+        A.device.type == "cpu" and size >= 2 * tuning.CPU_SQUARE_BLOCK and not torch.compiler.is_compiling()
+    )
 
 
 def _half(left: Tensor) -> Tensor:
     """`left·leftᵀ` by the blocks on and below its diagonal, which are then mirrored."""
     size = left.shape[-2]
     product = left.new_empty(*left.shape[:-1], size)
-    for start in range(0, size, BLOCK):
-        end = start + BLOCK
+    for start in range(0, size, tuning.CPU_SQUARE_BLOCK):
+        end = start + tuning.CPU_SQUARE_BLOCK
         columns = left[..., start:, :] @ left[..., start:end, :].mT
         product[..., start:, start:end] = columns
-        product[..., start:end, end:] = columns[..., BLOCK:, :].mT
+        product[..., start:end, end:] = columns[..., tuning.CPU_SQUARE_BLOCK :, :].mT
     return product
 
 
@@ -143,7 +126,7 @@ def in_parts(product: Product, factors: list[Tensor], flops: float, precise: boo
         return product(factors[0], factors[-1], None)
     if all(factor.dtype == torch.bfloat16 for factor in factors):
         return product(factors[0], factors[-1], None)
-    pieces = list(zip(*(factor.split(LONGEST_SUM) for factor in factors), strict=True))
+    pieces = list(zip(*(factor.split(tuning.TERMS_LONGEST_SUM) for factor in factors), strict=True))
     factors.clear()
     total: Tensor | None = None
     while pieces:
@@ -175,7 +158,11 @@ def _large_array(left: Tensor, right: Tensor) -> Tensor | None:
     if left.device.type != "cpu" or torch.compiler.is_compiling():
         return None
     shape = *left.shape[:-1], right.shape[-1]
-    if prod(shape) * left.element_size() < LEAST_BYTES or is_transformed(left) or is_transformed(right):
+    if (
+        prod(shape) * left.element_size() < tuning.HUGE_PAGE_LEAST_BYTES
+        or is_transformed(left)
+        or is_transformed(right)
+    ):
         return None
     return in_huge_pages(left.new_empty(shape))
 
@@ -199,7 +186,7 @@ def _stacks(left: Tensor, right: Tensor | None = None) -> list[tuple[Tensor, Ten
 
 def _in_two(left: Tensor, right: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Stacks that share their blocks, each of which begins where a GPU likes it to."""
-    rows = kernels.up(len(left), kernels.ALIGNED)
+    rows = device.round_up(len(left), tuning.ALIGNED)
     left, right = _split(left, LEFT_IN_TWO, rows), _split(right, RIGHT_IN_TWO, rows)
     return [(left[:-rows], right[2 * rows :]), (left[rows:], right[: 3 * rows])]
 
@@ -207,17 +194,19 @@ def _in_two(left: Tensor, right: Tensor) -> list[tuple[Tensor, Tensor]]:
 def _two_pay(left: Tensor, right: Tensor) -> bool:
     """Whether parts in one stack would take much memory, also beside their product."""
     stacked = torch.bfloat16.itemsize * len(LEFT) * (left.numel() + right.numel())
-    return stacked >= max(LEAST_IN_TWO, left.element_size() * left.shape[1] * right.shape[1] // 2)
+    return stacked >= max(
+        tuning.TERMS_LEAST_SPLIT_BYTES, left.element_size() * left.shape[1] * right.shape[1] // 2
+    )
 
 
 def _split(x: Tensor, order: tuple[int, ...], rows: int | None = None) -> Tensor:
     """`plain_parts`, by a kernel where there is Triton."""
     rows = len(x) if rows is None else rows
-    if not kernels.take(x):
+    if not device.use_triton(x):
         return plain_parts(x, order, rows)
-    from proxprop.kernels import split
+    from proxprop.kernels import split_bf16
 
-    return split.parts(x, order, rows)
+    return split_bf16.parts(x, order, rows)
 
 
 def _parts_pay(left: Tensor, right: Tensor, flops: float, precise: bool) -> bool:
@@ -226,15 +215,10 @@ def _parts_pay(left: Tensor, right: Tensor, flops: float, precise: bool) -> bool
         return False
     if torch.bfloat16 in (left.dtype, right.dtype):
         return True
-    worthwhile = precise if kernels.tf32_allowed() else flops >= LEAST_FLOPS
+    worthwhile = precise if device.tf32_allowed() else flops >= tuning.TERMS_LEAST_FLOPS
     if left.shape[1] % 8 or right.shape[1] % 8 or not worthwhile:
         return False
-    return has_parts(left) and kernels.take(right)
-
-
-def has_parts(factor: Tensor) -> bool:
-    """Whether a GPU multiplies parts of this factor faster than float32 numbers."""
-    return kernels.take(factor) and torch.cuda.get_device_capability(factor.device) in FAST_BFLOAT16
+    return device.has_fast_bfloat16(left) and device.use_triton(right)
 
 
 def plain_parts(x: Tensor, order: tuple[int, ...], rows: int) -> Tensor:

@@ -14,18 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from proxprop.kernels import is_captured, up
-from proxprop.solvers.factor import inverse_factor, upper_bound
-from proxprop.solvers.products import has_parts, transposed_product
+from proxprop import device, tuning
+from proxprop.device import has_fast_bfloat16, round_up
+from proxprop.solvers.cholesky import inverse_factor, upper_bound
+from proxprop.solvers.matmul import transposed_product
 from proxprop.solvers.solver import Ready, Solution
 
 _product = partial(transposed_product, precise=True)
-
-BLOCK = 512
-"""Most rows of a block."""
-
-UNIT = 32
-"""Blocks have a multiple of so many rows, as tensor cores want it."""
 
 
 def goes_by_blocks(M: Tensor) -> bool:
@@ -33,7 +28,7 @@ def goes_by_blocks(M: Tensor) -> bool:
 
     Not in an eager step: it takes a GPU two thirds of the time of LAPACK's way, but a host two to four times as long.
     """
-    return len(M) == 1 and has_parts(M) and is_captured(M)
+    return len(M) == 1 and has_fast_bfloat16(M) and device.is_captured(M)
 
 
 def by_blocks(M: Tensor, damping: float, outputs: int) -> Ready:
@@ -45,8 +40,8 @@ def by_blocks(M: Tensor, damping: float, outputs: int) -> Ready:
         outputs: columns of B.
     """
     size = M.shape[-1]
-    count = -(-size // BLOCK)
-    rows = up(size, count * UNIT) // count
+    count = -(-size // tuning.CHOLESKY_BLOCK)
+    rows = round_up(size, count * tuning.CHOLESKY_UNIT) // count
     bound = upper_bound(M, damping)
     left = M.new_zeros(count * rows, count * rows)
     left[:size, :size] = M[0]
@@ -64,7 +59,7 @@ def by_blocks(M: Tensor, damping: float, outputs: int) -> Ready:
     broken = torch.stack(failures).any(0)
 
     def solve(B: Tensor) -> Solution:
-        right = B.new_zeros(count * rows, up(outputs, UNIT))
+        right = B.new_zeros(count * rows, round_up(outputs, tuning.CHOLESKY_UNIT))
         right[:size, :outputs] = B[0]
         found = _sweeps(corners, beside, right)[None, :size, :outputs]
         return Solution(torch.where(broken, B / bound, found), broken & bound.isfinite())

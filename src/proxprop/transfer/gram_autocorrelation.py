@@ -20,11 +20,7 @@ from math import log2, pi, prod
 import torch
 from torch import Tensor
 
-GEOMETRIES = 256
-"""Of how many convolutions the constants stay on a device: a copy in every backward pass would make the host wait."""
-
-SHORT_TRANSFORM = 40
-"""Longest transform that products with its matrix make faster, on a CPU, than a fast one and a change of its layout."""
+from proxprop import tuning
 
 
 @dataclass(frozen=True)
@@ -181,7 +177,7 @@ def _correlations(x: Tensor, walks: list[Walk]) -> Tensor:
     groups, batch, channels = x.shape[:3]
     if not walks:
         return x.mT @ x
-    by_products = x.device.type == "cpu" and max(_lengths(walks)[0]) <= SHORT_TRANSFORM
+    by_products = x.device.type == "cpu" and max(_lengths(walks)[0]) <= tuning.SHORT_TRANSFORM
     stacked = _multiplied(x, walks) if by_products else _transformed(x, walks)
     even = stacked @ stacked.mT
     cross = stacked[..., :batch] @ stacked[..., batch:].mT
@@ -218,7 +214,7 @@ def _multiplied(x: Tensor, walks: list[Walk]) -> Tensor:
     return found.view(groups, -1, 2 * batch, channels).mT
 
 
-@lru_cache(maxsize=GEOMETRIES)
+@lru_cache(maxsize=tuning.GEOMETRIES)
 def _waves(walk: Walk, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A Fourier transform `[frequency · (real | imaginary), (real | imaginary) · entry]`."""
     turns = (
@@ -229,7 +225,7 @@ def _waves(walk: Walk, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.stack(parts, dim=1).flatten(0, 1).to(device, dtype)
 
 
-@lru_cache(maxsize=GEOMETRIES)
+@lru_cache(maxsize=tuning.GEOMETRIES)
 def _inverse(walks: tuple[Walk, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the inverse transform at the lags `[lags, frequencies]`, both halves of it counted.
 
@@ -247,13 +243,13 @@ def _inverse(walks: tuple[Walk, ...], dtype: torch.dtype, device: torch.device) 
     return (angle.cos() * weight).to(device, dtype), (angle.sin() * weight).to(device, dtype)
 
 
-@lru_cache(maxsize=GEOMETRIES)
+@lru_cache(maxsize=tuning.GEOMETRIES)
 def _taps(walk: Walk, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`walk.taps()`, copied to a device once: a copy in every backward could not be captured in a CUDA graph."""
     return walk.taps().to(device, dtype)
 
 
-@lru_cache(maxsize=GEOMETRIES)
+@lru_cache(maxsize=tuning.GEOMETRIES)
 def _windows(walk: Walk, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`walk.windows()`, copied to a device once."""
     return walk.windows().to(device, dtype)

@@ -29,15 +29,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from proxprop import device, tuning
 from proxprop.distributed import several_ranks
-from proxprop.kernels import is_captured
 from proxprop.solvers import DIAGONAL, Ready
-
-STREAMS = 4
-"""How many systems are solved at a time."""
-
-MOST_UNKNOWNS = 3 * 2**20
-"""Of a system that is solved aside: others are at the same time, each with a few arrays of that size."""
 
 
 @dataclass(eq=False)
@@ -66,7 +60,7 @@ class Aside:
         return torch.cuda.stream(stream)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        return streams(device)[self.turn % STREAMS]
+        return streams(device)[self.turn % tuning.STREAMS]
 
     def take(self) -> Ready | None:
         """What was prepared, which is forgotten here."""
@@ -77,7 +71,7 @@ class Aside:
 @cache
 def streams(device: torch.device) -> Sequence[torch.cuda.Stream | None]:
     """The streams of a device that systems are solved on."""
-    return [torch.cuda.Stream(device) for _ in range(STREAMS)]
+    return [torch.cuda.Stream(device) for _ in range(tuning.STREAMS)]
 
 
 def pays(spaces: Sequence[str], output: Tensor, handles: Sequence[Tensor | None]) -> bool:
@@ -93,13 +87,18 @@ def pays(spaces: Sequence[str], output: Tensor, handles: Sequence[Tensor | None]
         output: of the layer.
         handles: views of the layer's parameters; without them there is nothing to join in.
     """
-    if torch.compiler.is_compiling() or not is_captured(output) or DIAGONAL in spaces or several_ranks():
+    if (
+        torch.compiler.is_compiling()
+        or not device.is_captured(output)
+        or DIAGONAL in spaces
+        or several_ranks()
+    ):
         return False
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return False
     trained = [handle for handle in handles if handle is not None and handle.requires_grad]
     unknowns = min(output.numel(), sum(handle.numel() for handle in trained))
-    return unknowns <= MOST_UNKNOWNS and all(_can_wait(handle) for handle in trained)
+    return unknowns <= tuning.STREAMS_MOST_UNKNOWNS and all(_can_wait(handle) for handle in trained)
 
 
 def _can_wait(handle: Tensor) -> bool:

@@ -13,13 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proxprop.kernels import up, with_rows
-from proxprop.kernels.launch import launches
-
-INNER = 64
-"""The inner dimension is padded with zeros to a multiple of this; in feature space, columns to one of `WIDE`."""
-
-WIDE = 16
+from proxprop import tuning
+from proxprop.device import round_up
+from proxprop.kernels.launch import launches, with_rows
 
 
 @triton.jit
@@ -76,7 +72,7 @@ def split(M: Tensor, rows: int, parts: int) -> tuple[Tensor, Tensor]:
     """Parts of M `[groups, size, size]`, `[groups, rows, parts·padded]`, zero below M's rows, and its diagonal."""
     M = with_rows(M)
     groups, size, _ = M.shape
-    padded = up(size, INNER)
+    padded = round_up(size, tuning.FP16_INNER_UNIT)
     out = M.new_empty(groups, rows, parts * padded, dtype=torch.float16)
     diagonal = M.new_empty(groups, size)
     launch = launches("halves.split", [M], rows, parts)

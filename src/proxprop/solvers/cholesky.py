@@ -5,15 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from proxprop import kernels
-
-ELIMINATED_ROWS = 1280
-"""Most rows of a system that the GPU kernel of our own factorises at once: beyond, blocks of it are faster."""
+from proxprop import device, tuning
 
 
 def eliminates(M: Tensor) -> bool:
     """Whether a GPU kernel of our own factorises `λI + M`."""
-    return M.shape[-1] <= ELIMINATED_ROWS and kernels.take(M)
+    return M.shape[-1] <= tuning.TRITON_CHOLESKY_MOST_ROWS and device.use_triton(M)
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ def substitute(L: Tensor, B: Tensor) -> Tensor:
     Those of cuBLAS are rounded to TF32 where products may be, which a solve magnifies; those of cuSOLVER are not, but
     can't be captured in a CUDA graph.
     """
-    eager = not (torch.compiler.is_compiling() or kernels.is_captured(L))
+    eager = not (torch.compiler.is_compiling() or device.is_captured(L))
     if L.is_cuda and len(L) == 1 and eager:
         return torch.cholesky_solve(B, L)
     halfway = torch.linalg.solve_triangular(L, B, upper=False)

@@ -19,11 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxprop.solvers.products import in_parts, multiply, wide
-from proxprop.transfer.autocorrelation import GEOMETRIES
-
-FEW_NUMBERS = 3 * 2**19
-"""Products of rows exist a few channels at a time: so many numbers (6 MiB), or the input's where those are more."""
+from proxprop import tuning
+from proxprop.solvers.matmul import in_parts, multiply, wide
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ def gram(x: Tensor, height: Axis, width: Axis) -> Tensor:
     """
     batch, channels = x.shape[:2]
     lags, row = height.kernel, channels * width.size
-    numbers = max(FEW_NUMBERS, x.numel())
+    numbers = max(tuning.IMAGE_ROWS_BLOCK_NUMBERS, x.numel())
     at_once = max(1, numbers // (height.size * width.size * lags * row))
 
     def product(left: Tensor, right: Tensor, total: Tensor | None) -> Tensor:
@@ -132,19 +129,19 @@ def sums(x: Tensor, height: Axis, width: Axis) -> Tensor:
     return (down.mT @ total @ across).flatten()
 
 
-@lru_cache(maxsize=GEOMETRIES)
+@lru_cache(maxsize=tuning.GEOMETRIES)
 def _together(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Which pairs of entries each pair of taps sees `[entries·entries, taps·taps]`; on the device once."""
     return axis.pairs().flatten(2).flatten(0, 1).to(device, dtype)
 
 
-@lru_cache(maxsize=GEOMETRIES)
+@lru_cache(maxsize=tuning.GEOMETRIES)
 def _seen(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Which entries each tap sees `[entries, taps]`."""
     return axis.windows().sum(0).to(device, dtype)
 
 
-@lru_cache(maxsize=GEOMETRIES)
+@lru_cache(maxsize=tuning.GEOMETRIES)
 def _upper(channels: int, lags: int, across: int, device: torch.device) -> Tensor:
     """Entries of S whose first tap is not below the second; the others are their mirror images."""
     tap = torch.arange(lags).repeat_interleave(across).repeat(channels)

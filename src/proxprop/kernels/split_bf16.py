@@ -1,15 +1,12 @@
-"""Bfloat16 parts of a float32 array in one pass; `proxprop.solvers.products.plain_parts` is the plain twin."""
+"""Bfloat16 parts of a float32 array in one pass; `proxprop.solvers.matmul.plain_parts` is the plain twin."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from proxprop.kernels import ALIGNED, on_its_device
-from proxprop.kernels.launch import launches
-
-NUMBERS = 1024
-"""Numbers that a program splits."""
+from proxprop import tuning
+from proxprop.kernels.launch import launches, on_its_device
 
 
 @triton.jit
@@ -52,13 +49,13 @@ def parts(x: Tensor, order: tuple[int, ...], rows: int) -> Tensor:
         rows: of each part, zeros behind those of x.
     """
     length, columns = x.shape
-    by_columns = x.stride(0) == 1 and x.stride(1) >= length and len(order) * rows % ALIGNED == 0
+    by_columns = x.stride(0) == 1 and x.stride(1) >= length and len(order) * rows % tuning.ALIGNED == 0
     if not by_columns:
         x = x.contiguous()
     lines, line, stride = (columns, length, x.stride(1)) if by_columns else (1, x.numel(), x.numel())
     part = rows if by_columns else rows * columns
     out = x.new_empty(lines, len(order) * part, dtype=torch.bfloat16)
-    programs = (lines * triton.cdiv(part, NUMBERS),)
+    programs = (lines * triton.cdiv(part, tuning.SPLIT_NUMBERS),)
     launch = launches("split.parts", [x], order, rows)
-    launch(_split, programs, x, out, lines, line, stride, part, ORDER=order, NUMBERS=NUMBERS)
+    launch(_split, programs, x, out, lines, line, stride, part, ORDER=order, NUMBERS=tuning.SPLIT_NUMBERS)
     return out.mT if by_columns else out.view(len(order) * rows, columns)

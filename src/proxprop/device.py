@@ -1,0 +1,85 @@
+"""What the device at hand can do, and in which way a step is being run.
+
+Every rule that depends on a device, on a precision setting or on who is watching (a compiler, a CUDA graph, a
+dispatch mode) is a function here.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from proxprop.tuning import FAST_BFLOAT16
+
+_coarse = ContextVar("coarse", default=False)
+
+
+def use_triton(array: Tensor) -> bool:
+    """Whether the Triton kernels can take this array: float32 on a CUDA GPU, with Triton installed.
+
+    Their plain twins run where torch.compile fuses them itself, and where a dispatch mode, such as a counter of FLOPs,
+    should see each operation.
+    """
+    return array.is_cuda and array.dtype == torch.float32 and not is_traced() and _has_triton()
+
+
+def is_traced() -> bool:
+    """Whether operations are compiled, or pass through a mode of torch's dispatch."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def use_fp16_products(array: Tensor) -> bool:
+    """Whether the Triton kernels can take this array and float16 products have float32 sums."""
+    return use_triton(array) and not torch.backends.cuda.matmul.allow_fp16_accumulation
+
+
+def fp16_terms() -> int:
+    """Float16 terms a product needs to be as accurate as the caller asks for: 3 for float32, 1 for TF32."""
+    return 1 if tf32_allowed() or _coarse.get() else 3
+
+
+@contextmanager
+def coarse_numbers() -> Iterator[None]:
+    """Within this context, inputs have no more bits than one float16 term."""
+    before = _coarse.set(True)
+    try:
+        yield
+    finally:
+        _coarse.reset(before)
+
+
+def tf32_allowed() -> bool:
+    """Whether the caller lets a GPU round float32 products to TF32's eleven bits, or fewer."""
+    return torch.backends.cuda.matmul.fp32_precision not in ("none", "ieee")
+
+
+def is_captured(tensor: Tensor) -> bool:
+    """Whether operations on this tensor go into a CUDA graph.
+
+    A fake tensor may claim a device that does not exist, so CUDA must be initialised too.
+    """
+    return tensor.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def has_fast_bfloat16(array: Tensor) -> bool:
+    """Whether a GPU multiplies bfloat16 terms of this array faster than its float32 numbers."""
+    return use_triton(array) and torch.cuda.get_device_capability(array.device) in FAST_BFLOAT16
+
+
+def round_up(size: int, unit: int) -> int:
+    """The least multiple of unit that is not less than size.
+
+    Example:
+        >>> round_up(9, 8), round_up(8, 8)
+        (16, 8)
+    """
+    return -(-size // unit) * unit
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
