@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import proxprop
 from proxprop import CG, Exact
-from proxprop.backward import planned
+from proxprop.direction import planned
 from proxprop.settings import Settings
 from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Sizes, plan
 from proxprop.transfer import LinearTransfer

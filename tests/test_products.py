@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cases import relative_error
 from proxprop import CG, tuning
-from proxprop.backward import solve
+from proxprop.direction import solve
 from proxprop.nn.conv import geometry
 from proxprop.settings import Settings
 from proxprop.solvers import matmul

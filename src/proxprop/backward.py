@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from proxprop import device, tuning
+from proxprop.direction import Direction, planned, prepare, solve
 from proxprop.settings import Settings
 from proxprop.side_streams import Aside, Fork, join_last, wait
-from proxprop.solvers import DIAGONAL, FEATURE, SAMPLE, Factored, Plan, Ready, plan
-from proxprop.solvers.plan import remembered_plan
-from proxprop.transfer import Affine, LinearTransfer, Parameters, Transfer
+from proxprop.solvers import DIAGONAL, SAMPLE, Plan
+from proxprop.transfer import Affine, Parameters, Transfer
 
 Shapes = Sequence[torch.Size | None]
 
@@ -33,15 +33,6 @@ class Build(Protocol):
             like: a tensor of the output's shape in that precision.
             shapes: the parameters' shapes, None for one that is not trained.
         """
-
-
-@dataclass(frozen=True)
-class Direction:
-    """A solved direction and how it came about."""
-
-    parameters: Parameters
-    plan: Plan
-    failed: Tensor | None
 
 
 Observer = Callable[[Transfer, Tensor, Direction, Settings], None]
@@ -93,13 +84,6 @@ class Failures:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"layer": self.layer, "warned": self.warned, "pending": None}
-
-
-def planned(transfer: Transfer, settings: Settings) -> Plan:
-    """The plan for a call."""
-    costs = transfer.gram_flops(), transfer.gram_price(), transfer.own_price()
-    question = transfer.sizes, settings.solver, settings.space, transfer.spaces, *costs
-    return plan(*question) if torch.compiler.is_compiling() else remembered_plan(*question)
 
 
 def precision(*tensors: Tensor) -> torch.dtype:
@@ -159,53 +143,6 @@ class Call:
         if self.observer is not None:
             self.observer(transfer, G, direction, self.settings)
         return direction.parameters
-
-
-def prepare(transfer: Transfer, settings: Settings) -> Ready:
-    """Do all of a solve in sample space that needs the layer's input alone."""
-    samples, outputs = transfer.sizes.samples, transfer.sizes.outputs
-    return settings.solver.prepared(SAMPLE, transfer.kernel(), settings.damping(samples), outputs)
-
-
-def solve(transfer: Transfer, G: Tensor, settings: Settings, ready: Ready | None = None) -> Direction:
-    """Solve one layer's system: `D = (λI + AᵀA)⁻¹AᵀG` in the planned space.
-
-    Args:
-        transfer: the layer's call.
-        G: gradient of the loss at the layer's output, in the output's layout.
-        settings: the user's choices.
-        ready: what was prepared for it, in sample space.
-
-    Returns:
-        The direction, in the shapes of the layer's parameters.
-    """
-    _, samples, features, outputs = transfer.sizes
-    chosen = planned(transfer, settings)
-    damping, factor = settings.damping(samples), settings.factor(samples)
-    if samples == 0 or features == 0:
-        return Direction(transfer.gradient(G), chosen, None)
-    if chosen.space == DIAGONAL:
-        return Direction(transfer.divide(G, damping, factor), chosen, None)
-    if chosen.space == SAMPLE:
-        ready = ready or prepare(transfer, settings)
-        if isinstance(ready, Factored) and isinstance(transfer, LinearTransfer) and transfer.is_narrow():
-            left = ready.left if factor == 1.0 else ready.left * factor
-            parameters = transfer.direction(left, ready.right(transfer.to_samples(G)))
-            return Direction(parameters, chosen, ready.failed)
-        U, failed = ready(transfer.to_samples(G)).times(factor)
-        given = [transfer.from_samples(U)]
-        del U  # so that what it is given to can free it
-        return Direction(transfer.gradient(given.pop()), chosen, failed)
-    if chosen.space == FEATURE:
-        S, gradient = transfer.normal_equations(G)
-        ready, B = settings.solver.prepared(FEATURE, S, damping, outputs), transfer.to_features(gradient)
-        del S, gradient  # what is not needed any more need not outlive this
-        found = ready(B)
-    else:
-        B = transfer.to_features(transfer.gradient(G))
-        found = settings.solver.matrix_free(transfer.normal, B, damping)
-    V, failed = found.times(factor)
-    return Direction(transfer.from_features(V), chosen, failed)
 
 
 class Summing(Protocol):

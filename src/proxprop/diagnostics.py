@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from proxprop.backward import Direction
+from proxprop.direction import Direction
 from proxprop.nn import ProximalLayer
 from proxprop.settings import Settings
 from proxprop.solvers import CG, Plan
