@@ -17,23 +17,7 @@ from proxprop.direction import Direction, planned, prepare, solve
 from proxprop.settings import Settings
 from proxprop.side_streams import Aside, Fork, join_last, wait
 from proxprop.solvers import DIAGONAL, SAMPLE, Plan
-from proxprop.transfer import Affine, Parameters, Transfer
-
-Shapes = Sequence[torch.Size | None]
-
-
-class Build(Protocol):
-    """Makes the transfer of one call."""
-
-    def __call__(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> Transfer:
-        """Return the transfer.
-
-        Args:
-            inputs: the tensors that were saved, floating ones in the precision to solve in.
-            like: a tensor of the output's shape in that precision.
-            shapes: the parameters' shapes, None for one that is not trained.
-        """
-
+from proxprop.transfer import Affine, LayerCall, Parameters, Shapes, Transfer
 
 Observer = Callable[[Transfer, Tensor, Direction, Settings], None]
 """Is shown each solve: the transfer, the output gradient G, the direction, the settings."""
@@ -93,16 +77,14 @@ def precision(*tensors: Tensor) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Call:
+class Task:
     """All that backward needs to know of a call, beside tensors."""
 
-    build: Build
+    call: LayerCall
     settings: Settings
     failures: Failures
     observer: Observer | None
     inputs: int
-    bfloat16: bool = False
-    """Whether the transfer takes bfloat16 tensors as they are."""
     summing: "Summing | None" = None
     """What S is added to, in deferred mode; None in immediate mode."""
     sampling: "Sampling | None" = None
@@ -120,12 +102,13 @@ class Call:
 
         That is as it came where all is bfloat16 on a GPU and the transfer takes that.
         """
-        if self.bfloat16 and output.is_cuda and {output.dtype, *(t.dtype for t in saved)} == {torch.bfloat16}:
-            return self.build(saved, output, shapes), output
+        dtypes = {output.dtype, *(tensor.dtype for tensor in saved)}
+        if self.call.takes_bfloat16 and output.is_cuda and dtypes == {torch.bfloat16}:
+            return self.call.transfer(saved, output, shapes), output
         dtype = precision(output, *saved)
         inputs = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in saved]
         output = output.to(dtype)
-        return self.build(inputs, output, shapes), output
+        return self.call.transfer(inputs, output, shapes), output
 
     def plan(self, inputs: Sequence[Tensor], output: Tensor, parameters: Sequence[Tensor | None]) -> Plan:
         """What backward will do for this call."""
@@ -201,30 +184,30 @@ def summand(transfer: Transfer, G: Tensor, sampling: Sampling | None = None) -> 
 
 def summed_once(ctx: Any, saved: Sequence[Tensor], transfer: Transfer, G: Tensor) -> Sequence[Tensor | None]:
     """What a call adds to its leaves: S belongs to the forward pass, so that of a retained graph is added once."""
-    call: Call = ctx.call
-    if call.summing is None:
+    task: Task = ctx.task
+    if task.summing is None:
         return ()
     if ctx.summed:
-        call.summing.note_again()
-        return [None] * call.sums
+        task.summing.note_again()
+        return [None] * task.sums
     if not torch.compiler.is_compiling():
         # Whether this pass adds to the leaves; `torch.autograd.grad` does not.
-        (leaf, _), *_ = ctx.next_functions[-call.sums :]
+        (leaf, _), *_ = ctx.next_functions[-task.sums :]
         ctx.summed = torch._C._will_engine_execute_node(leaf)
         if not ctx.summed and device.is_captured(G):
             refuse_gradients_alone(ctx)
-        if ctx.summed and call.summing.keep(transfer, saved[0].dtype):
-            return [None] * call.sums
-    S = summand(transfer, G, call.sampling)
-    return (S,) if call.sums == 1 else (S, S.new_full((), transfer.sizes.samples))
+        if ctx.summed and task.summing.keep(transfer, saved[0].dtype):
+            return [None] * task.sums
+    S = summand(transfer, G, task.sampling)
+    return (S,) if task.sums == 1 else (S, S.new_full((), transfer.sizes.samples))
 
 
 def refuse_gradients_alone(ctx: Any) -> None:
     """Raise RuntimeError if a CUDA graph is being made of gradients that no S will ever be summed for."""
-    own = [node for node, _ in ctx.next_functions[1 : -ctx.call.sums] if node is not None]
+    own = [node for node, _ in ctx.next_functions[1 : -ctx.task.sums] if node is not None]
     if any(torch._C._will_engine_execute_node(node) for node in own):
         raise RuntimeError(
-            f"{ctx.call.failures.layer}: in deferred mode a step needs S beside the gradient, but a CUDA graph is "
+            f"{ctx.task.failures.layer}: in deferred mode a step needs S beside the gradient, but a CUDA graph is "
             "captured of torch.autograd.grad, as torch.cuda.make_graphed_callables does, which asks for gradients "
             "alone. Capture the whole step with torch.cuda.graph, or use it in immediate mode, without proxprop.attach"
         )
@@ -240,7 +223,7 @@ class Proximal(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, call: Call, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, output: Tensor, task: Task, *tensors: Tensor | None) -> Tensor:
         """Save the layer's inputs, as BackProp does, and the parameters' shapes.
 
         With a `setup_context` of its own, torch would look up and bind this signature in every call.
@@ -248,9 +231,9 @@ class Proximal(torch.autograd.Function):
         Returns:
             The output, detached so that an in-place activation may follow.
         """
-        ctx.call, ctx.summed = call, False
-        ctx.save_for_backward(*tensors[: call.inputs])
-        parameters = tensors[call.inputs : len(tensors) - call.sums]
+        ctx.task, ctx.summed = task, False
+        ctx.save_for_backward(*tensors[: task.inputs])
+        parameters = tensors[task.inputs : len(tensors) - task.sums]
         ctx.parameters = [(p.shape, p.dtype) if p is not None else None for p in parameters]
         ctx.output = output.shape, output.dtype
         return output.detach()
@@ -260,24 +243,24 @@ class Proximal(torch.autograd.Function):
         """Return G for the output, D (or the gradient) for the parameters, and what is summed."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
-                f"{ctx.call.failures.layer}: a proximal direction can't be differentiated again, but "
+                f"{ctx.task.failures.layer}: a proximal direction can't be differentiated again, but "
                 "create_graph=True asks for it. Use proxprop.revert(model) for gradient penalties and Hessians"
             )
-        call: Call = ctx.call
+        task: Task = ctx.task
         with torch.no_grad(), no_autocast(G.device.type):
             saved = ctx.saved_tensors
-            if call.aside is not None:
-                call.aside.held.extend((G, *saved))
-            transfer, precise = call.transfer(saved, G, trained_shapes(ctx))
-            found = transfer.gradient(precise) if call.sums else call.direction(transfer, precise)
+            if task.aside is not None:
+                task.aside.held.extend((G, *saved))
+            transfer, precise = task.transfer(saved, G, trained_shapes(ctx))
+            found = transfer.gradient(precise) if task.sums else task.direction(transfer, precise)
             D = [d.to(p[1]) if d is not None else None for d, p in zip(found, ctx.parameters, strict=True)]
             sums = summed_once(ctx, saved, transfer, precise)
-        return (G, None, *[None] * call.inputs, *D, *sums)
+        return (G, None, *[None] * task.inputs, *D, *sums)
 
 
 def trained_shapes(ctx: Any) -> Shapes:
     """The shapes of a node's parameters, None for one that this backward pass gives nothing to."""
-    trained = ctx.needs_input_grad[2 + ctx.call.inputs :][: len(ctx.parameters)]
+    trained = ctx.needs_input_grad[2 + ctx.task.inputs :][: len(ctx.parameters)]
     return [p[0] if t else None for p, t in zip(ctx.parameters, trained, strict=True)]
 
 
@@ -286,13 +269,13 @@ def prepare_aside(ctx: Any) -> None:
 
     In feature space S is a product over many samples, which would stand in the way of the first of the backward pass.
     """
-    call, saved, (shape, dtype) = ctx.call, ctx.saved_tensors, ctx.output
+    task, saved, (shape, dtype) = ctx.task, ctx.saved_tensors, ctx.output
     device = saved[0].device
-    with torch.no_grad(), no_autocast(device.type), call.aside.after_this(device):
+    with torch.no_grad(), no_autocast(device.type), task.aside.after_this(device):
         output = torch.empty((), dtype=dtype, device=device).expand(shape)
-        transfer, _ = call.transfer(saved, output, trained_shapes(ctx))
-        if transfer.sizes.features and planned(transfer, call.settings).space == SAMPLE:
-            call.aside.ready = prepare(transfer, call.settings)
+        transfer, _ = task.transfer(saved, output, trained_shapes(ctx))
+        if transfer.sizes.features and planned(transfer, task.settings).space == SAMPLE:
+            task.aside.ready = prepare(transfer, task.settings)
 
 
 def refuse_transforms(layer: str) -> None:
@@ -316,7 +299,7 @@ def no_autocast(device: str) -> Any:
 
 def attach_direction(
     output: Tensor,
-    call: Call,
+    task: Task,
     inputs: Sequence[Tensor],
     parameters: Sequence[Tensor | None],
     sums: Sequence[Tensor] = (),
@@ -325,18 +308,18 @@ def attach_direction(
 
     Args:
         output: the layer's output, computed from detached parameters.
-        call: how to solve.
+        task: how to solve.
         inputs: the tensors the layer was called with, as its kernels saw them.
         parameters: the layer's parameters, None for one it does not have.
         sums: in deferred mode, the leaves that S and the number of samples are added to.
     """
     saved = [t.detach() for t in inputs]
-    if call.aside is None:
-        result: Tensor = Proximal.apply(output, call, *saved, *parameters, *sums)
+    if task.aside is None:
+        result: Tensor = Proximal.apply(output, task, *saved, *parameters, *sums)
         return result
-    join_last(parameters, call.aside)
-    with call.aside.on(output.device):
-        token = Proximal.apply(output.detach(), call, *saved, *parameters)
+    join_last(parameters, task.aside)
+    with task.aside.on(output.device):
+        token = Proximal.apply(output.detach(), task, *saved, *parameters)
     if 0 < output.numel() <= tuning.PREPARED_MOST_ROWS * output.shape[-1]:  # they are all held at once
         wait(token.grad_fn, prepare_aside)
     forked: Tensor = Fork.apply(output, token)

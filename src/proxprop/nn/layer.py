@@ -10,13 +10,11 @@ from torch import Tensor, nn
 
 from proxprop import side_streams
 from proxprop.backward import (
-    Build,
-    Call,
     Failures,
     Observer,
     Sampling,
-    Shapes,
     Summing,
+    Task,
     attach_direction,
     precision,
     refuse_transforms,
@@ -25,7 +23,7 @@ from proxprop.distributed import check_layer, several_ranks
 from proxprop.settings import Scaling, Settings
 from proxprop.solvers import CG, SPACES, Plan, Solver
 from proxprop.solvers.plan import possible_spaces
-from proxprop.transfer import Transfer
+from proxprop.transfer import LayerCall
 
 Planned = Callable[[nn.Module, Plan], None]
 """Is told the module that owns the parameters of each system a forward pass sets up, and its plan."""
@@ -37,13 +35,12 @@ class Part(NamedTuple):
     Attributes:
         blocks: for each of the transfer's parameters its name in the layer and the rows that take part; None for
             one that the layer does not have.
-        layout: makes a transfer without samples from the shapes of the parameters' blocks; it knows the system's
-            sizes and how parameters lie in it. The shapes may also be those of a share of the outputs.
+        call: how the layer is called; its `layout` is known without an input.
         usual: whether calls are expected to set it up, rather than another one about the same rows.
     """
 
     blocks: tuple[tuple[str, slice] | None, ...]
-    layout: Callable[[Shapes], Transfer]
+    call: LayerCall
     usual: bool = True
 
 
@@ -154,11 +151,11 @@ class ProximalLayer(nn.Module):
         """The systems that calls can set up, by the name they give to `_attach`; none without a Gram matrix."""
         return {}
 
-    def _part(self, layout: Callable[[Shapes], Transfer], *names: str) -> dict[str, Part]:
+    def _part(self, call: LayerCall, *names: str) -> dict[str, Part]:
         """The only system of a layer, with its parameters `names` in whole."""
         present = [self._parameters.get(name) is not None for name in names]
         blocks = ((name, slice(None)) if there else None for name, there in zip(names, present, strict=True))
-        return {"": Part(tuple(blocks), layout)}
+        return {"": Part(tuple(blocks), call)}
 
     def _abandon(self) -> None:
         """Become the plain class again, without what `_adopt` set."""
@@ -184,23 +181,21 @@ class ProximalLayer(nn.Module):
     def _attach(
         self,
         output: Tensor,
-        build: Build,
+        call: LayerCall,
         inputs: Sequence[Tensor],
         parameters: Sequence[Tensor | None],
         owner: nn.Module | None = None,
         part: str = "",
-        bfloat16: bool = False,
     ) -> Tensor:
         """Return the output with the direction of `parameters` attached.
 
         Args:
             output: computed from detached parameters.
-            build: makes the transfer of this call.
+            call: how the layer was called.
             inputs: the tensors that backward needs, as the kernels saw them.
             parameters: None for one that the layer does not have.
             owner: the module they belong to, where it is not this one.
             part: which of the layer's systems this is.
-            bfloat16: whether that transfer takes bfloat16 tensors as they are.
         """
         refuse_transforms(self._failures.layer)
         if not torch.compiler.is_compiling() and self._is_reparametrized():
@@ -221,10 +216,10 @@ class ProximalLayer(nn.Module):
             mode = {"summing": self._attached.summing(part), "sampling": self._attached.sampling(part)}
         elif self._observer is None and side_streams.pays(self.spaces, output, parameters):
             mode = {"aside": side_streams.Aside(self._turn)}
-        call = Call(build, self._settings, self._failures, self._observer, len(inputs), bfloat16, **mode)
+        task = Task(call, self._settings, self._failures, self._observer, len(inputs), **mode)
         if self._planned is not None:
-            self._planned(owner or self, call.plan(inputs, output, parameters))
-        return attach_direction(output, call, inputs, parameters, sums)
+            self._planned(owner or self, task.plan(inputs, output, parameters))
+        return attach_direction(output, task, inputs, parameters, sums)
 
     def _is_reparametrized(self) -> bool:
         return "parametrizations" in self._modules or not COMPUTED.isdisjoint(vars(self))
@@ -277,7 +272,7 @@ def detached(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None
     return weight.detach(), bias.detach() if bias is not None else None
 
 
-def handles(*parameters: Tensor | None) -> list[Tensor | None]:
+def parameter_views(*parameters: Tensor | None) -> list[Tensor | None]:
     """Views to attach a direction to, to be made before the layer's forward runs.
 
     Autograd runs later nodes first. Through a view that is older than the forward's node, the direction reaches
@@ -309,8 +304,8 @@ def _check_dense(name: str, inputs: Sequence[Tensor]) -> None:
             )
 
 
-def as_kernels_see(input: Any) -> Any:
-    """The input as autocast will hand it to the kernel of a matrix product."""
+def under_autocast(input: Any) -> Any:
+    """The input as autocast hands it to a matrix product."""
     if not isinstance(input, Tensor):
         return input  # torch's own kernel says what is wrong
     device = input.device.type

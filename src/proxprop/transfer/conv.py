@@ -1,6 +1,6 @@
 """Convolutions in one, two and three dimensions: every position of an image is a sample, its patch a row."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -13,7 +13,7 @@ from proxprop.solvers import Sizes
 from proxprop.solvers.matmul import transposed_product, transposed_square, wide
 from proxprop.transfer import gram_autocorrelation, gram_image_rows
 from proxprop.transfer.affine import Affine
-from proxprop.transfer.transfer import Parameters
+from proxprop.transfer.transfer import LayerCall, Parameters, Shapes
 
 CONVOLVE = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 WEIGHT_GRADIENT = {1: grad.conv1d_weight, 2: grad.conv2d_weight, 3: grad.conv3d_weight}
@@ -361,3 +361,32 @@ class ConvTransfer(Affine):
 def _by_position(G: Tensor) -> Tensor:
     """`[batch·positions, outputs]` of `[batch, outputs, *positions]`."""
     return G.flatten(2).mT.reshape(-1, G.shape[1])
+
+
+@dataclass(frozen=True)
+class ConvCall(LayerCall):
+    """A call of a convolution."""
+
+    geometry: ConvGeometry
+    takes_bfloat16 = True
+
+    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> ConvTransfer:
+        """The transfer of this call."""
+        (input,), (weight, bias) = inputs, shapes
+        return ConvTransfer(input, like.shape, weight, bias is not None, self.geometry)
+
+    def layout(self, shapes: Shapes) -> ConvTransfer:
+        """The transfer without images."""
+        weight, bias = shapes
+        g = self.geometry
+        channels, outputs = g.groups, bias[0] if bias else 0
+        if weight is not None:
+            channels, outputs = self._channels(weight)
+        space = [sum(p) + e * k for p, e, k in zip(g.padding, g.dilation, g.kernel, strict=True)]
+        image = torch.empty(0, channels, *space, device="meta")
+        output = torch.empty(0, outputs, *[1] * len(space), device="meta")
+        return self.transfer((image,), output, shapes)
+
+    def _channels(self, weight: torch.Size) -> tuple[int, int]:
+        """Channels of the input and of the output."""
+        return weight[1] * self.geometry.groups, weight[0]

@@ -1,13 +1,15 @@
 """Transposed convolutions: a convolution of the input with zeros between its entries."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxprop.transfer.conv import WEIGHT_GRADIENT, ConvTransfer
-from proxprop.transfer.transfer import Parameters
+from proxprop.transfer.conv import WEIGHT_GRADIENT, ConvCall, ConvTransfer
+from proxprop.transfer.transfer import Parameters, Shapes
 
 CONVOLVE_TRANSPOSED = {
     1: functional.conv_transpose1d,
@@ -103,3 +105,16 @@ class ConvTransposeTransfer(ConvTransfer):
         groups, _, _, outputs = self.sizes
         split = columns.reshape(groups, -1, prod(self.geometry.kernel), outputs)
         return split.transpose(2, 3).reshape(self.weight_shape)
+
+
+@dataclass(frozen=True)
+class ConvTransposeCall(ConvCall):
+    """A call of a transposed convolution."""
+
+    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> ConvTransposeTransfer:
+        """The transfer of this call."""
+        (input,), (weight, bias) = inputs, shapes
+        return ConvTransposeTransfer(input, like.shape, weight, bias is not None, self.geometry)
+
+    def _channels(self, weight: torch.Size) -> tuple[int, int]:
+        return weight[0], weight[1] * self.geometry.groups
