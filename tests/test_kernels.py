@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from cases import relative_error
 from proxprop import CG, device, tuning
-from proxprop.backward import Failures, Task
+from proxprop.backward import Task
 from proxprop.deferred.operator import Form, Inverse
+from proxprop.failures import FailureWarner
 from proxprop.settings import Settings
 from proxprop.solvers.cg import feature_cg, normalize, sample_cg
 from proxprop.solvers.cholesky import factorize
@@ -268,7 +269,7 @@ def test_bfloat16_layers_are_solved_in_fewer_parts(dtype: torch.dtype, parts: in
             return super().samples(K, G, damping)
 
     settings = Settings(Looking(), space="sample")
-    task = Task(LinearCall(), settings, Failures("layer"), None, inputs=1)
+    task = Task(LinearCall(), settings, "layer", FailureWarner(), None, inputs=1, parameters=2)
     G = torch.randn(5, 4, dtype=dtype)
     task.direction(LinearCall().transfer([x], G, [torch.Size([4, 3]), None]), G)
     assert seen == [parts]

@@ -1,6 +1,7 @@
 """Show, before a run, what was chosen for every module that owns parameters, and why."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,13 +226,11 @@ def _plans(model: nn.Module, example: Any) -> dict[nn.Module, list[Plan]]:
     layers = [module for module in model.modules() if isinstance(module, ProximalLayer)]
     modes = {module: module.training for module in model.modules()}
     try:
-        for layer in layers:
-            layer._planned = take_down
-        with torch.enable_grad(), torch.random.fork_rng(devices=cuda_devices(model)):
+        with ExitStack() as stack, torch.enable_grad(), torch.random.fork_rng(devices=cuda_devices(model)):
+            for layer in layers:
+                stack.enter_context(layer._telling(take_down))
             _call(model.eval(), example)
     finally:
-        for layer in layers:
-            layer._planned = None
         for module, training in modes.items():
             module.training = training
     return plans

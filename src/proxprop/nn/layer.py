@@ -1,6 +1,7 @@
 """What all proximal layers share: their settings, and how a direction is attached to an output."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
@@ -8,19 +9,11 @@ from typing import Any, ClassVar, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from proxprop import side_streams
-from proxprop.backward import (
-    Failures,
-    Observer,
-    Sampling,
-    Summing,
-    Task,
-    attach_direction,
-    precision,
-    refuse_transforms,
-)
+from proxprop.backward import Observer, Task, attach_direction, refuse_transforms
 from proxprop.distributed import check_layer, several_ranks
+from proxprop.failures import FailureWarner
 from proxprop.settings import Scaling, Settings
+from proxprop.side_streams import SideSolve, pays, side_streams
 from proxprop.solvers import CG, SPACES, Plan, Solver
 from proxprop.solvers.plan import possible_spaces
 from proxprop.transfer import LayerCall
@@ -47,14 +40,15 @@ class Part(NamedTuple):
 class Attachment(Protocol):
     """A layer's tie to deferred mode."""
 
-    def leaves(self, part: str, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The leaves that S of one of the layer's systems is summed in, and the number of samples."""
-
-    def summing(self, part: str) -> Summing:
-        """What those leaves belong to."""
-
-    def sampling(self, part: str) -> Sampling | None:
-        """Which rows S of a call is estimated from; None for all."""
+    def attach(
+        self,
+        output: Tensor,
+        task: Task,
+        inputs: Sequence[Tensor],
+        parameters: Sequence[Tensor | None],
+        part: str,
+    ) -> Tensor:
+        """Return the output such that backward adds the gradient and S; as `attach_direction` in immediate mode."""
 
     def explicit(self) -> bool:
         """Whether the layer keeps BackProp's gradient."""
@@ -85,6 +79,12 @@ def _setting(name: str) -> Any:
     return property(read, write, doc=f"`{name}` of `proxprop.Settings`; what is written to it is checked.")
 
 
+_OWN = (
+    "_settings", "_layer_name", "_failures", "_observer", "_planned", "_attached", "_turn", "_checked",
+)  # fmt: skip
+"""Attributes that a plain layer does not have."""
+
+
 class ProximalLayer(nn.Module):
     """A layer with torch's own forward, whose parameters receive their proximal direction in backward.
 
@@ -100,7 +100,8 @@ class ProximalLayer(nn.Module):
     _is_replica = False  # nn.DataParallel sets it
 
     _settings: Settings
-    _failures: Failures
+    _layer_name: str
+    _failures: FailureWarner
     _observer: Observer | None
     _planned: Planned | None
     _attached: Attachment | None
@@ -143,7 +144,7 @@ class ProximalLayer(nn.Module):
 
     def _adopt(self, settings: Settings, name: str) -> None:
         """Take on settings; `name` is how messages call this layer."""
-        self._settings, self._failures = settings, Failures(name)
+        self._settings, self._layer_name, self._failures = settings, name, FailureWarner()
         self._observer = self._planned = self._attached = None
         self._turn = next(_turns)
 
@@ -157,9 +158,35 @@ class ProximalLayer(nn.Module):
         blocks = ((name, slice(None)) if there else None for name, there in zip(names, present, strict=True))
         return {"": Part(tuple(blocks), call)}
 
+    def _tie(self, attachment: Attachment | None) -> None:
+        """Go over to deferred mode, or back to immediate mode where there is none."""
+        self._attached = attachment
+
+    @contextmanager
+    def _shown_to(self, observer: Observer) -> Iterator[None]:
+        """Within, calls are made whose solves the observer is shown."""
+        before, self._observer = self._observer, observer
+        try:
+            yield
+        finally:
+            self._observer = before
+
+    @contextmanager
+    def _telling(self, planned: Planned) -> Iterator[None]:
+        """Within, `planned` is told the plan of each call."""
+        self._planned = planned
+        try:
+            yield
+        finally:
+            self._planned = None
+
+    def _note_failure(self, failed: Tensor | None) -> None:
+        """Warn once if a solve of this layer failed."""
+        self._failures.note(self._layer_name, failed)
+
     def _abandon(self) -> None:
         """Become the plain class again, without what `_adopt` set."""
-        for name in ("_settings", "_failures", "_observer", "_planned", "_attached", "_turn", "_checked"):
+        for name in _OWN:
             vars(self).pop(name, None)
         self.__class__ = self.plain  # type: ignore[assignment]
 
@@ -167,7 +194,7 @@ class ProximalLayer(nn.Module):
         """Whether this call needs a direction, or S: gradients are on and there is something to train."""
         if self._is_replica:
             raise RuntimeError(
-                f"{self._failures.layer}: nn.DataParallel's replicas have no parameters to give a direction to. Use "
+                f"{self._layer_name}: nn.DataParallel's replicas have no parameters to give a direction to. Use "
                 "torch.nn.parallel.DistributedDataParallel"
             )
         if self._attached is not None and self._attached.explicit():
@@ -175,7 +202,7 @@ class ProximalLayer(nn.Module):
         own = self._parameters.values()  # asked first, because it takes longer to walk through submodules
         trains = torch.is_grad_enabled() and (_some_train(own) or _some_train(self.parameters()))
         if trains and several_ranks() and not torch.compiler.is_compiling():
-            check_layer(self, self._failures.layer, self._attached is not None)
+            check_layer(self, self._layer_name, self._attached is not None)
         return trains and (self._attached is None or self._attached.observed())
 
     def _attach(
@@ -197,29 +224,35 @@ class ProximalLayer(nn.Module):
             owner: the module they belong to, where it is not this one.
             part: which of the layer's systems this is.
         """
-        refuse_transforms(self._failures.layer)
+        refuse_transforms(self._layer_name)
         if not torch.compiler.is_compiling() and self._is_reparametrized():
             raise RuntimeError(
-                f"{self._failures.layer}: its weight is computed by a hook or a parametrization that was added after "
+                f"{self._layer_name}: its weight is computed by a hook or a parametrization that was added after "
                 "convert, so its output is not linear in what is trained. Call proxprop.revert(model) before "
                 "adding it; convert then leaves the layer explicit"
             )
         if not _some_train(parameters):
             return output
-        _check_dense(self._failures.layer, inputs)
+        _check_dense(self._layer_name, inputs)
         if any(p is not None and p.is_complex() for p in parameters):
-            check_real(self, self._failures.layer)
-        sums: tuple[Tensor, ...] = ()
-        mode: dict[str, Any] = {}
-        if self._attached is not None:
-            sums = self._attached.leaves(part, output.device, precision(output, *inputs))
-            mode = {"summing": self._attached.summing(part), "sampling": self._attached.sampling(part)}
-        elif self._observer is None and side_streams.pays(self.spaces, output, parameters):
-            mode = {"aside": side_streams.Aside(self._turn)}
-        task = Task(call, self._settings, self._failures, self._observer, len(inputs), **mode)
+            check_real(self, self._layer_name)
+        side = self._side_solve(output, parameters)
+        counts = len(inputs), len(parameters)
+        name, failures = self._layer_name, self._failures
+        task = Task(call, self._settings, name, failures, self._observer, *counts, side)
         if self._planned is not None:
             self._planned(owner or self, task.plan(inputs, output, parameters))
-        return attach_direction(output, task, inputs, parameters, sums)
+        if self._attached is not None:
+            return self._attached.attach(output, task, inputs, parameters, part)
+        return attach_direction(output, task, inputs, parameters)
+
+    def _side_solve(self, output: Tensor, parameters: Sequence[Tensor | None]) -> SideSolve | None:
+        """Where a call is solved beside the backward pass; None where it is solved in line with it."""
+        if self._attached is not None or self._observer is not None:
+            return None
+        return (
+            side_streams(output.device).solve(self._turn) if pays(self.spaces, output, parameters) else None
+        )
 
     def _is_reparametrized(self) -> bool:
         return "parametrizations" in self._modules or not COMPUTED.isdisjoint(vars(self))
