@@ -30,7 +30,7 @@ def planned(transfer: Transfer, settings: Settings) -> Plan:
 def prepare(transfer: Transfer, settings: Settings) -> Ready:
     """Do all of a solve in sample space that needs the layer's input alone."""
     samples, outputs = transfer.sizes.samples, transfer.sizes.outputs
-    return settings.solver.prepared(SAMPLE, transfer.kernel(), settings.damping(samples), outputs)
+    return settings.solver.prepared(SAMPLE, transfer.sample_gram(), settings.damping(samples), outputs)
 
 
 def solve(transfer: Transfer, G: Tensor, settings: Settings, ready: Ready | None = None) -> Direction:

@@ -99,7 +99,7 @@ def solve(transfer: LinearTransfer, B: Tensor, damping: float) -> Solution:
 
     A failure is substituted in small matrices, where it costs little: without R, D is a multiple of B.
     """
-    R, failed = inverse_factor(transfer.kernel(), damping)
+    R, failed = inverse_factor(transfer.sample_gram(), damping)
     broken = failed[:, None, None]
     shrink = torch.where(broken, R[:, :1, :1].square() * damping, 1.0)  # R is I/√(λ + trace K) there
     R = torch.where(broken, 0.0, R)

@@ -57,9 +57,11 @@ class ConvTransposeLayer(ProximalLayer):
         input, parameters = under_autocast(input), parameter_views(conv.weight, conv.bias)
         weight, bias = detached(conv.weight, conv.bias)
         walk = geometry(conv)
-        stride, widths, kernel, dilation = map(list, (walk.stride, walk.widths, walk.kernel, walk.dilation))
-        extra = conv._output_padding(input, output_size, stride, widths, kernel, len(kernel), dilation)
-        output = CONVOLVE_TRANSPOSED[len(kernel)](
+        stride, widths, taps, dilation = map(
+            list, (walk.stride, walk.widths, walk.filter_size, walk.dilation)
+        )
+        extra = conv._output_padding(input, output_size, stride, widths, taps, len(taps), dilation)
+        output = CONVOLVE_TRANSPOSED[len(taps)](
             input, weight, bias, stride, widths, extra, walk.groups, dilation
         )
         return self._attach(output, ConvTransposeCall(walk), (input,), parameters)
@@ -89,7 +91,7 @@ class ConvTranspose3d(ConvTransposeLayer, nn.ConvTranspose3d):
 def geometry(conv: AnyConv | nn.ConvTranspose2d) -> ConvGeometry:
     """How a convolution module walks over its input."""
     return ConvGeometry(
-        kernel=tuple(conv.kernel_size),
+        filter_size=tuple(conv.kernel_size),
         stride=tuple(conv.stride),
         dilation=tuple(conv.dilation),
         padding=_padding(conv),

@@ -225,7 +225,11 @@ class ProximalLayer(nn.Module):
             part: which of the layer's systems this is.
         """
         refuse_transforms(self._layer_name)
-        if not torch.compiler.is_compiling() and self._is_reparametrized():
+        if torch.compiler.is_compiling():
+            # Dynamo makes a float an input of the graph that reads it first. The backward graphs of several layers
+            # read this one, so that it has to be read out here.
+            assert self._settings.tau_theta > 0
+        elif self._is_reparametrized():
             raise RuntimeError(
                 f"{self._layer_name}: its weight is computed by a hook or a parametrization that was added after "
                 "convert, so its output is not linear in what is trained. Call proxprop.revert(model) before "

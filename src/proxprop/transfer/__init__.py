@@ -6,7 +6,8 @@ A layer describes its call by a `LayerCall`, which makes the `Transfer` once the
 from proxprop.transfer.affine import Affine
 from proxprop.transfer.autograd import AutogradCall, AutogradTransfer, check_linear
 from proxprop.transfer.bilinear import BilinearCall, BilinearTransfer
-from proxprop.transfer.conv import ConvCall, ConvGeometry, ConvTransfer
+from proxprop.transfer.conv import ConvCall, ConvTransfer
+from proxprop.transfer.conv_geometry import ConvGeometry
 from proxprop.transfer.conv_transpose import ConvTransposeCall, ConvTransposeTransfer
 from proxprop.transfer.embedding import (
     EmbeddingBagCall,

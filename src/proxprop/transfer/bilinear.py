@@ -44,10 +44,10 @@ class BilinearTransfer(Affine):
             return self.left[None, :, :0]
         return (self.left[:, :, None] * self.right[:, None, :]).flatten(1)[None]
 
-    def kernel(self) -> Tensor:
+    def sample_gram(self) -> Tensor:
         """`K = (XXᵀ)∘(YYᵀ)`: products of inner products, without forming the rows."""
         if self.weight_shape is None:
-            return super().kernel()
+            return super().sample_gram()
         K = (self.left @ self.left.mT).mul_(self.right @ self.right.mT)[None]
         return K.add_(1.0) if self.bias else K
 

@@ -128,7 +128,7 @@ class EmbeddingBagTransfer(Table):
         """Each bag's G, weighted, summed into its items' entries."""
         return (self._scatter(self.index, G[self.bag] * self.coefficients[:, None]),)
 
-    def kernel(self) -> Tensor:
+    def sample_gram(self) -> Tensor:
         """`K = AAᵀ` from the columns of A that are not zero: no more than there are items."""
         order = self.index.argsort()
         ranked = self.index[order]

@@ -52,7 +52,7 @@ class Transfer(ABC):
         """The inverse of `to_samples`."""
         raise NotImplementedError(f"{type(self).__name__} has no sample space")
 
-    def kernel(self) -> Tensor:
+    def sample_gram(self) -> Tensor:
         """`K = AAᵀ [groups, samples, samples]`, freshly made."""
         raise NotImplementedError(f"{type(self).__name__} has no sample space")
 
@@ -64,6 +64,10 @@ class Transfer(ABC):
         """`S` and `AᵀG`, together where that is less work."""
         gradient = self.gradient(G)
         return self.gram(), gradient
+
+    def gram_method(self) -> str:
+        """How `gram` forms S."""
+        return "product of rows"
 
     def gram_flops(self) -> float | None:
         """FLOPs of `gram`, where it is not the plain product of rows."""
