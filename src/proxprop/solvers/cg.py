@@ -10,6 +10,7 @@ from torch import Tensor
 
 from proxprop import device
 from proxprop.solvers import eigenbasis
+from proxprop.solvers.matmul import times
 from proxprop.solvers.memory import is_transformed
 from proxprop.solvers.solver import FEATURE, MATRIX_FREE, SAMPLE, Factored, Ready, Sizes, Solution, Solver
 
@@ -113,8 +114,8 @@ class CG(Solver):
         if ready is not None:
             return ready(B)
         if B.device.type == "cpu":  # outputs as rows, as in `by_rows`
-            return self.matrix_free(lambda V: torch.bmm(V.mT, S).mT, B.mT.contiguous().mT, damping)
-        return self.matrix_free(S.bmm, B, damping)
+            return self.matrix_free(lambda V: times(V.mT, S).mT, B.mT.contiguous().mT, damping)
+        return self.matrix_free(lambda V: times(S, V), B, damping)
 
     def matrix_free(self, apply: Callable[[Tensor], Tensor], B: Tensor, damping: float) -> Solution:
         """Return the iterate from products `V -> AᵀAV`."""
@@ -359,7 +360,7 @@ def sample_cg(
 
     def multiply(right: Tensor, out: Tensor | None) -> Tensor:
         pair = (right, K) if by_rows else (K, right)
-        return torch.bmm(*pair, out=out)
+        return times(*pair, out)
 
     for_U, for_rho, for_pi, for_K_rho, for_K_pi, spare = arrays
     noise = noise.unsqueeze(-2 if by_rows else -1)
