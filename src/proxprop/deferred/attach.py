@@ -20,6 +20,7 @@ from proxprop.deferred.handle import Deferred, attachments
 from proxprop.deferred.running import Running
 from proxprop.distributed import refuse_flat_parameters
 from proxprop.nn import ProximalLayer
+from proxprop.torch_internals import step_hooks
 
 
 def attach(
@@ -192,5 +193,5 @@ def _deferred_of(attached: nn.Module | Optimizer) -> list[Deferred]:
         raise TypeError(
             f"detach should be given a model or an optimizer but was given {type(attached).__name__}"
         )
-    owners = [getattr(hook, "__self__", None) for hook in inner._optimizer_step_pre_hooks.values()]
+    owners = [getattr(hook, "__self__", None) for hook in step_hooks(inner)]
     return [owner for owner in owners if isinstance(owner, Deferred)]
