@@ -30,7 +30,7 @@ class Scale(nn.Module):
 
 
 def generic() -> nn.Module:
-    return proxprop.convert(Scale(), CG(2), kinds=[Scale], include_last=True)
+    return proxprop.convert(Scale(), CG(2), module_types=[Scale], include_last=True)
 
 
 @row("Shapes that do not fit", "refused", "torch's own message")
@@ -79,7 +79,7 @@ def test_inputs_that_are_no_tensor(make) -> None:
 
 def assert_message_is_torchs(make: Callable[[], nn.Module], input: Tensor) -> None:
     plain = make()
-    layer = proxprop.convert(copy.deepcopy(plain), kinds="all", include_last=True)
+    layer = proxprop.convert(copy.deepcopy(plain), module_types="all", include_last=True)
     messages = []
     for each in (plain, layer):
         with pytest.raises((RuntimeError, TypeError, ValueError, IndexError)) as caught:
@@ -167,7 +167,7 @@ def test_sparse_and_nested_inputs(layout: str, solver) -> None:
 ])  # fmt: skip
 @SOLVERS
 def test_empty_batches(make, shape, solver, scaling: str) -> None:
-    layer = proxprop.convert(make(), solver, scaling=scaling, kinds="all", include_last=True)
+    layer = proxprop.convert(make(), solver, scaling=scaling, module_types="all", include_last=True)
     layer(torch.ones(shape)).sum().backward()
     for parameter in layer.parameters():
         assert torch.equal(parameter.grad, torch.zeros_like(parameter))
@@ -224,16 +224,15 @@ def test_a_first_batch_with_nan_in_a_generic_layer() -> None:
     (-1.0, ValueError, "tau_theta should be > 0 and finite but is -1.0"),
     (float("inf"), ValueError, "tau_theta should be > 0 and finite but is inf"),
     (float("nan"), ValueError, "tau_theta should be > 0 and finite but is nan"),
-    ("1", TypeError, "tau_theta should be a number but is '1'"),
-    (None, TypeError, "tau_theta should be a number but is None"),
-    (True, TypeError, "tau_theta should be a number but is True"),
+    ("1", TypeError, "tau_theta should be a real number but is '1'"),
+    (None, TypeError, "tau_theta should be a real number but is None"),
+    (True, TypeError, "tau_theta should be a real number but is True"),
 ])  # fmt: skip
 def test_bad_tau_theta(tau_theta, error, message: str) -> None:
     for attempt in (
         lambda: proxprop.convert(nn.Linear(2, 2), tau_theta=tau_theta, include_last=True),
         lambda: proxprop.nn.Conv2d(1, 1, 1, tau_theta=tau_theta),
         lambda: setattr(proxprop.nn.Linear(2, 2), "tau_theta", tau_theta),
-        lambda: proxprop.Settings(tau_theta=tau_theta),
     ):
         with pytest.raises(error, match=message):
             attempt()
@@ -261,16 +260,16 @@ def test_unknown_patterns(pattern: str) -> None:
     assert type(model[3]) is nn.Linear
 
 
-@row("Patterns and kinds of the wrong type", "refused", "the message says what is accepted")
+@row("Patterns and module types of the wrong type", "refused", "the message says what is accepted")
 @pytest.mark.parametrize(("arguments", "error", "message"), [
     ({"exclude": "head"}, TypeError, r"exclude should be a list of patterns but is one string: write \['head'\]"),
     ({"exclude": [3]}, TypeError, r"exclude.*pattern.*but.*3"),
     ({"exclude": 3}, TypeError, r"exclude should be a list of patterns but is 3"),
-    ({"kinds": "linear"}, ValueError, r"kinds should be .*'linear'"),
-    ({"kinds": ["Linear"]}, TypeError, r"kinds should hold module classes such as nn.Linear but holds 'Linear'"),
-    ({"kinds": nn.Linear}, TypeError, r"kinds should .*list.*Linear"),
-    ({"kinds": []}, ValueError, r"kinds"),
+    ({"module_types": "linear"}, ValueError, r"module_types should be .*'linear'"),
+    ({"module_types": ["Linear"]}, TypeError, r"module_types should hold module classes such as nn.Linear but holds 'Linear'"),
+    ({"module_types": nn.Linear}, TypeError, r"module_types should .*list.*Linear"),
+    ({"module_types": []}, ValueError, r"module_types"),
 ])  # fmt: skip
-def test_patterns_and_kinds_of_the_wrong_type(arguments, error, message: str) -> None:
+def test_patterns_and_module_types_of_the_wrong_type(arguments, error, message: str) -> None:
     with pytest.raises(error, match=message):
         proxprop.convert(proxprop.revert(small_model()), **arguments)

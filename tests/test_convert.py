@@ -90,14 +90,14 @@ def test_converting_again_changes_the_settings() -> None:
 
 
 def test_two_calls_give_layers_different_solvers() -> None:
-    model = proxprop.convert(small_model(), CG(3), kinds=[nn.Conv2d])
-    proxprop.convert(model, Exact(), kinds=[nn.Linear])
+    model = proxprop.convert(small_model(), CG(3), module_types=[nn.Conv2d])
+    proxprop.convert(model, Exact(), module_types=[nn.Linear])
     assert [model.get_submodule(name).solver for name in proximal_names(model)] == [CG(3), Exact(), Exact()]
 
 
 def test_the_last_layer_counts_even_when_its_kind_is_not_asked_for() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten(), nn.Linear(2, 2))
-    assert proximal_names(proxprop.convert(model, kinds=[nn.Conv2d])) == ["0"]
+    assert proximal_names(proxprop.convert(model, module_types=[nn.Conv2d])) == ["0"]
 
 
 @pytest.mark.parametrize(("exclude", "left"), [
@@ -223,7 +223,10 @@ def test_mistakes_are_told() -> None:
         TypeError, match=r"exclude should be a list of patterns but is one string: write \['head'\]"
     ):
         proxprop.convert(small_model(), exclude="head")
-    with pytest.raises(ValueError, match=r"nothing to convert: no Linear.*parameters are in LSTM.*kinds="):
+    with pytest.raises(
+        ValueError,
+        match=r"nothing to convert: no linear or convolutional layer; its parameters are in LSTM.*module_types=",
+    ):
         proxprop.convert(nn.LSTM(2, 2))
     with pytest.raises(ValueError, match=r"parameters are in no module"):
         proxprop.convert(nn.ReLU())
@@ -232,9 +235,9 @@ def test_mistakes_are_told() -> None:
     with pytest.raises(ValueError, match=r"nothing is left to convert.*exclude names them"):
         proxprop.convert(small_model(), exclude=["*"])
     with pytest.raises(
-        TypeError, match=r"kinds should hold module classes such as nn.Linear but holds 'Linear'"
+        TypeError, match=r"module_types should hold module classes such as nn.Linear but holds 'Linear'"
     ):
-        proxprop.convert(small_model(), kinds=["Linear"])
+        proxprop.convert(small_model(), module_types=["Linear"])
 
 
 def test_a_refused_conversion_changes_nothing() -> None:
@@ -251,8 +254,8 @@ def test_a_refused_conversion_changes_nothing() -> None:
     ({"tau_theta": -1.0}, ValueError, r"tau_theta should be > 0 and finite but is -1.0"),
     ({"tau_theta": float("inf")}, ValueError, r"tau_theta should be > 0 and finite but is inf"),
     ({"tau_theta": float("nan")}, ValueError, r"tau_theta should be > 0 and finite but is nan"),
-    ({"tau_theta": "1"}, TypeError, r"tau_theta should be a number but is '1'"),
-    ({"tau_theta": True}, TypeError, r"tau_theta should be a number but is True"),
+    ({"tau_theta": "1"}, TypeError, r"tau_theta should be a real number but is '1'"),
+    ({"tau_theta": True}, TypeError, r"tau_theta should be a real number but is True"),
     ({"scaling": "mean"}, ValueError, r"scaling should be one of paper, gradient but is 'mean'"),
     ({"space": "primal"}, ValueError, r"space should be one of sample, feature, matrix_free or None \(choose\)"),
     ({"solver": Exact(), "space": "matrix_free"}, ValueError, r"Exact\(\) cannot solve this layer in space 'matrix_free'"),
@@ -309,13 +312,13 @@ def test_excluding_a_part_of_attention_excludes_it_whole() -> None:
     assert proximal_names(proxprop.convert(Attends(), exclude=["*.out_proj"])) == ["widen"]
 
 
-def test_data_parallel_replicas_are_refused_and_empty_kinds_told() -> None:
+def test_data_parallel_replicas_are_refused_and_empty_module_types_told() -> None:
     model = proxprop.convert(small_model())
     replica = model[0]._replicate_for_data_parallel()
     with pytest.raises(RuntimeError, match=r"DataParallel's replicas.*DistributedDataParallel"):
         replica(torch.ones(1, 1, 4, 4))
-    with pytest.raises(ValueError, match=r"kinds is empty; it should be"):
-        proxprop.convert(small_model(), kinds=[])
+    with pytest.raises(ValueError, match=r"module_types is empty; it should be"):
+        proxprop.convert(small_model(), module_types=[])
 
 
 @pytest.mark.parametrize(

@@ -6,21 +6,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils.parametrize import is_parametrized
 
-from proxprop.convert import (
-    LAZY,
-    QUANTIZED,
+from proxprop.conversion import (
+    by_default,
     check_module,
     last_layer,
     owns_parameters,
     plain_class,
-    quantized,
     refusal,
+    unknown,
 )
 from proxprop.deferred.choice import gram_bytes, in_units
-from proxprop.nn import TABLE, ProximalLayer, default_kinds
+from proxprop.nn import ProximalLayer, known
 from proxprop.solvers import Plan
 from proxprop.transfer.autograd import cuda_devices
 
@@ -180,39 +177,19 @@ def _reason(module: nn.Module, last: nn.Module | None, reached: bool) -> str:
     if module is last:
         return "the last layer: explicit in the paper; include_last=True converts it"
     kind = type(module)
-    if is_parametrized(module):
-        return (
-            "its parameters are computed by a parametrization, and no layer is linear in what computes them"
-        )
-    if isinstance(module, LazyModuleMixin):
-        return LAZY
-    if kind not in TABLE:
-        return _unknown_kind(kind)
+    if known(kind) is None:
+        return unknown(module)
     if why := refusal(module):
         return why
-    return (
-        "left out of convert"
-        if kind in default_kinds()
-        else f"{kind.__name__} is converted when asked for; see kinds"
-    )
+    if by_default(kind):
+        return "left out of convert"
+    return f"{kind.__name__} is converted when asked for; see module_types"
 
 
 def _kept_explicit(module: nn.Module) -> bool:
     """Whether `attach` left a converted layer BackProp's gradient."""
     attached = module._attached if isinstance(module, ProximalLayer) else None
     return attached is not None and attached.explicit()
-
-
-def _unknown_kind(kind: type[nn.Module]) -> str:
-    if issubclass(kind, nn.RNNBase | nn.RNNCellBase):
-        return "recurrent: its output is not linear in its weights"
-    if quantized(kind):
-        return QUANTIZED
-    base = next((known for known in kind.__mro__ if known in TABLE), None)
-    if base is not None:
-        own = "with a forward of its own" if kind.forward is not base.forward else "that may do more"
-        return f"a subclass of {base.__name__} {own}; see kinds and proxprop.register"
-    return "not a kind proxprop knows; see kinds and proxprop.register"
 
 
 def _plans(model: nn.Module, example: Any) -> dict[nn.Module, list[Plan]]:
