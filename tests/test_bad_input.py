@@ -2,7 +2,9 @@
 
 import copy
 from collections.abc import Callable
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -112,6 +114,33 @@ def test_complex_parameters_are_refused_by_constructors_and_calls() -> None:
     layer = proxprop.nn.Linear(4, 3).to(torch.complex64)
     with pytest.raises(TypeError, match=COMPLEX):
         layer(torch.ones(2, 4, dtype=torch.complex64))
+
+
+@row("Complex inputs", "refused", "their imaginary part would be lost; leave such layers out with `exclude`")
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_inputs_are_refused(dtype: torch.dtype) -> None:
+    layer = generic()
+    with pytest.raises(
+        TypeError, match=r"^Scale: input and output should be real but are complex; .*exclude"
+    ):
+        layer(torch.ones(2, 4, dtype=dtype))
+    with torch.no_grad():
+        assert layer(torch.ones(2, 4, dtype=dtype)).is_complex()
+
+
+class Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2, dtype=torch.complex64)
+
+    def forward(self, input):
+        return self.inner(input.to(torch.complex64)).real
+
+
+@no_complex
+def test_complex_parameters_of_inner_modules_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"^Inside: inner\.weight should be real"):
+        proxprop.convert(Inside(), CG(1), module_types=[Inside], include_last=True)
 
 
 @no_complex
@@ -227,6 +256,9 @@ def test_a_first_batch_with_nan_in_a_generic_layer() -> None:
     ("1", TypeError, "tau_theta should be a real number but is '1'"),
     (None, TypeError, "tau_theta should be a real number but is None"),
     (True, TypeError, "tau_theta should be a real number but is True"),
+    (1 + 0j, TypeError, r"tau_theta should be a real number but is \(1\+0j\)"),
+    (np.complex64(1), TypeError, r"tau_theta should be a real number but is np\.complex64"),
+    (np.True_, TypeError, r"tau_theta should be a real number but is np\.True_"),
 ])  # fmt: skip
 def test_bad_tau_theta(tau_theta, error, message: str) -> None:
     for attempt in (
@@ -236,6 +268,13 @@ def test_bad_tau_theta(tau_theta, error, message: str) -> None:
     ):
         with pytest.raises(error, match=message):
             attempt()
+
+
+@pytest.mark.parametrize("number", [np.float16, np.float32, np.float64, np.int64, Fraction, int], ids=str)
+def test_any_real_number_is_a_tau_theta(number) -> None:
+    layer = proxprop.convert(nn.Linear(2, 2), tau_theta=number(2), include_last=True)
+    assert type(layer.tau_theta) is float
+    assert layer.tau_theta == 2.0
 
 
 @row("`CG(0)` and other counts that are none", "refused", "the message says what is accepted")

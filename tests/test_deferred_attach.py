@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import proxprop
 from cases import randn, relative_error
 from proxprop import CG, Exact, Running
-from proxprop.solvers import SAMPLE, Solution, Solver
+from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Solution, Solver
 from training import assert_same, directions, handle_of, images, loss_of, plain_model, small_model
 
 works = pytest.mark.compatibility
@@ -104,6 +104,56 @@ def test_a_detached_handle_does_not_solve() -> None:
         RuntimeError, match=r"the handle was detached: call proxprop\.attach\(optimizer, model\) again"
     ):
         handle.solve()
+
+
+class LoRA(nn.Module):
+    """A wrapper such as PEFT's: it freezes a layer and trains two small ones beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base.out_features, bias=False)})
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.base_layer(input) + self.lora_B["default"](self.lora_A["default"](input))
+
+
+def adapted(*wrapped: int) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    proxprop.convert(model, Exact())
+    for index in wrapped:
+        model[index] = LoRA(model[index])
+    return model
+
+
+PLAIN = r"0\.lora_A\.default, 0\.lora_B\.default.*: plain, and trained beside converted layers that are frozen.*proxprop\.convert"
+
+
+def test_layers_that_were_added_after_convert_are_told() -> None:
+    model = adapted(0)
+    with pytest.warns(UserWarning, match=rf"^{PLAIN}\(model\) once more"):
+        handle = proxprop.attach(sgd(model), model)
+    handle.detach()
+    proxprop.convert(model, Exact())
+    assert list(proxprop.attach(sgd(model), model).choices) == [
+        *("0.base_layer", "0.lora_A.default", "0.lora_B.default", "2"),
+    ]
+
+
+def test_an_optimizer_of_added_layers_alone_is_told_to_convert_them() -> None:
+    model = adapted(0, 2)
+    trained = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    with pytest.raises(ValueError, match=rf"holds no parameter of the model's proximal layers: {PLAIN}"):
+        proxprop.attach(trained, model)
+
+
+def test_a_frozen_layer_beside_trained_ones_is_nothing_to_tell() -> None:
+    model = adapted()
+    model[0].requires_grad_(False)
+    proxprop.attach(sgd(model), model).detach()
+    model[2].requires_grad_(False)  # all that trains is the last layer, which stays explicit
+    proxprop.attach(sgd(model), model)
 
 
 def test_convert_and_revert_ask_to_detach_first() -> None:
@@ -323,6 +373,48 @@ def test_names_are_those_of_the_users_model() -> None:
     handle = proxprop.attach(sgd(model), compiled, running=Running())
     assert list(handle.choices) == ["0", "3"]
     assert "0.S" in handle.state_dict()
+
+
+def test_summary_shows_what_the_mode_in_force_costs() -> None:
+    """Convolutions are solved matrix-free in immediate mode, and deferred mode forms their S."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 2))
+    model, example = proxprop.convert(model, CG(1)), torch.ones(2, 8, 8, 8)
+    before = proxprop.summary(model, example)
+    assert {row.plan.space for row in before.rows if row.plan} == {MATRIX_FREE}
+    assert before.flops == before.immediate_flops < before.deferred_flops
+    ratio = before.deferred_flops / sum(p.backprop_flops for row in before.rows for p in row.plans)
+    assert (
+        f"in deferred mode (attach) with S of 2 layers formed: {before.deferred_flops:.3g}, {ratio:.2f}x"
+        in str(before)
+    )
+    handle = proxprop.attach(sgd(model), model)
+    attached = proxprop.summary(model, example)
+    assert {row.plan.space for row in attached.rows if row.plan} == {FEATURE}
+    assert attached.flops == attached.deferred_flops == before.deferred_flops
+    assert f"S of 2 layers formed; in immediate mode: {before.flops:.3g}" in str(attached)
+    handle.detach()
+    assert str(proxprop.summary(model, example)) == str(before)
+
+
+def test_summary_of_running_averages_says_how_often_and_does_not_depend_on_the_step() -> None:
+    model, example = small_model(), images()
+    optimizer = sgd(model)
+    proxprop.attach(optimizer, model, running=Running(update_every=2, invert_every=4))
+    first = str(proxprop.summary(model, example))
+    assert "running averages: S is formed in one step of 2, and solved with in one of 4" in first
+    loss_of(model, example).backward()
+    optimizer.step()
+    assert str(proxprop.summary(model, example)) == first
+
+
+def test_summary_counts_the_rows_that_a_wide_layer_keeps() -> None:
+    model = proxprop.convert(nn.Sequential(nn.Linear(400, 8), nn.Linear(8, 2)), Exact())
+    example = torch.ones(3, 400)
+    proxprop.attach(sgd(model), model)
+    row = proxprop.summary(model, example).rows[0]
+    assert row.plan.space == SAMPLE
+    assert row.immediate[0].flops < row.plan.flops < row.plan.costs[FEATURE].flops
 
 
 def test_summary_shows_the_memory_of_s_before_a_run() -> None:

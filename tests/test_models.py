@@ -197,3 +197,13 @@ def test_revert_gives_the_plain_model_back(case: ModelCase) -> None:
         case.loss(each).backward()
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(found.grad, expected.grad)
+
+
+def test_a_gpt2_converts_without_registering_anything() -> None:
+    (case,) = (case for case in MODELS if case.name.startswith("GPT-2"))
+    assert Conv1D not in proxprop.nn.TABLE
+    model = proxprop.convert(case.model())
+    found = [module for module in model.modules() if isinstance(module, Conv1D)]
+    assert found
+    assert all(isinstance(module, ProximalLayer) for module in found)
+    assert type(proxprop.revert(model).get_submodule(case.layers[0])) is Conv1D

@@ -222,7 +222,7 @@ def _tell(
             unasked.append(f"{name} ({why})")
         else:
             asked.append(f"{name} (no {wanted.words})")
-    log.info("converted %d layers; left explicit: %s", converted, ", ".join(asked) or "none")
+    log.info("converted layers: %d; left explicit: %s", converted, ", ".join(asked) or "none")
     if unasked:
         log.warning("convert left explicit: %s", ", ".join(unasked))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from proxprop.conversion import check_module
+from proxprop.conversion import by_default, check_module, last_layer
 from proxprop.deferred.choice import (
     FALLBACKS,
     MAX_BYTES,
@@ -53,6 +53,8 @@ def attach(
         A handle that solves ahead of a step, detaches, holds the state of running averages and prints what was done
         with each layer.
 
+    A `UserWarning` names layers that are not deferred, and plain layers that train where converted ones are frozen.
+
     Raises:
         TypeError: something is not an optimizer, not a model or not a `Running`.
         ValueError: the model has nothing to attach or is attached already, or layers share parameters in a way that
@@ -82,12 +84,15 @@ def attach(
         if in_optimizers(layer, held)
     }
     _refuse_twice(choices)
+    added = _plain_beside_frozen(model)
     if not choices:
-        raise ValueError(
-            "the optimizer holds no parameter of the model's proximal layers: make the optimizer from "
-            "model.parameters(), after the model was moved, wrapped or sharded"
+        remedy = added or (
+            "make the optimizer from model.parameters(), after the model was moved, wrapped or sharded"
         )
+        raise ValueError(f"the optimizer holds no parameter of the model's proximal layers: {remedy}")
     check_shared(model, choices)
+    if added:
+        warnings.warn(added, UserWarning, stacklevel=2)
     for name, choice in choices.items():
         if choice.mode != "deferred":
             done = (
@@ -133,6 +138,29 @@ def _check(
     if fallback not in FALLBACKS:
         raise ValueError(f"fallback should be one of {', '.join(FALLBACKS)} but is {fallback!r}")
     return optimizers
+
+
+def _plain_beside_frozen(model: nn.Module) -> str:
+    """Say which plain layers train where converted ones are frozen, as LoRA's do that were added after convert."""
+    last, found = last_layer(model), list[str]()
+    for name, parent in model.named_modules():
+        converted = [child for child in parent.children() if isinstance(child, ProximalLayer)]
+        if not converted or any(_trains(child) for child in converted):
+            continue
+        for inner, module in parent.named_modules(prefix=name):
+            if by_default(type(module)) and module is not last and _trains(module):
+                found.append(inner)
+    if not found:
+        return ""
+    names = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    return (
+        f"{names}: plain, and trained beside converted layers that are frozen. If they were added after convert, as "
+        "LoRA's layers are, call proxprop.convert(model) once more before attach"
+    )
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _refuse_twice(choices: dict[str, Choice]) -> None:

@@ -184,7 +184,11 @@ class ProximalLayer(nn.Module):
         trains = torch.is_grad_enabled() and (_some_train(own) or _some_train(self.parameters()))
         if trains and several_ranks() and not torch.compiler.is_compiling():
             check_layer(self, self._failures.layer, self._attached is not None)
-        return trains and (self._attached is None or self._attached.observed())
+        if (
+            self._attached is None or self._planned is not None
+        ):  # a plan is asked for whether S is summed or not
+            return trains
+        return trains and self._attached.observed()
 
     def _attach(
         self,
