@@ -308,6 +308,23 @@ def test_unregister_undoes_register() -> None:
         proxprop.unregister(3)
 
 
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, input):
+        return self.inner(input)
+
+
+def test_layers_inside_one_that_is_solved_as_a_whole_are_not_told_as_left(caplog) -> None:
+    model = nn.Sequential(Around(), nn.Linear(3, 3))
+    with caplog.at_level(logging.INFO, "proxprop"):
+        proxprop.convert(model, module_types=[Around])
+    (record,) = caplog.records
+    assert record.getMessage() == "converted layers: 1; left explicit: 1 (the last layer)"
+
+
 def test_convert_tells_the_log_what_was_left_and_why(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(
         *(nn.Linear(3, 3) for _ in range(4)), Doubled(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)

@@ -207,12 +207,15 @@ def unknown(module: nn.Module) -> str:
 def _tell(
     model: nn.Module, converted: int, last: nn.Module | None, excluded: Set[nn.Module], wanted: _Wanted
 ) -> None:
-    """Log what was done, and which trained layers of the paper's kinds were not converted."""
+    """Log what was done, and which trained linear and convolutional layers were not converted."""
     asked, unasked = list[str](), list[str]()
+    solved = {
+        inner for layer in model.modules() if isinstance(layer, ProximalLayer) for inner in layer.modules()
+    }
     for name, module in model.named_modules():
         kind = plain_class(module)
         trained = any(p.requires_grad for p in module.parameters())
-        if isinstance(module, ProximalLayer) or not is_product(kind) or not trained:
+        if module in solved or not is_product(kind) or not trained:
             continue
         if module is last:
             asked.append(f"{name} (the last layer)")
