@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from proxprop.settings import Settings
-from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Exact, Sizes, Solution
+from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Exact, Sizes, Solution, Solver
 from proxprop.solvers.cholesky import inverse_factor
 from proxprop.solvers.matmul import transposed_product
 from proxprop.solvers.plan import remembered_plan
@@ -35,16 +35,25 @@ def rows_pay(sizes: Sizes, settings: Settings) -> bool:
         >>> rows_pay(wide, Settings(Exact())), rows_pay(wide._replace(samples=2000), Settings(Exact()))
         (True, False)
     """
-    groups, samples, features, outputs = sizes
     solver = settings.solver
-    space = SAMPLE if isinstance(solver, Exact) else MATRIX_FREE
-    if space not in solver.spaces or not 0 < samples <= features:
+    space = rows_space(solver)
+    if space not in solver.spaces or not 0 < sizes.samples <= sizes.features:
         return False
     if settings.space is not None:
         return settings.space == space
     costs = remembered_plan(sizes, solver).costs
-    with_A = 8.0 * groups * samples * features * outputs if space == SAMPLE else 0.0  # and Aᵀ, twice each
-    return costs[space].effort + with_A < costs[FEATURE].effort
+    return costs[space].effort + products_with_rows(sizes, space) < costs[FEATURE].effort
+
+
+def rows_space(solver: Solver) -> str:
+    """Where a step from rows is solved."""
+    return SAMPLE if isinstance(solver, Exact) else MATRIX_FREE
+
+
+def products_with_rows(sizes: Sizes, space: str) -> float:
+    """FLOPs of a step from rows beyond those of immediate mode: in sample space, products with A and Aᵀ, twice each."""
+    groups, samples, features, outputs = sizes
+    return 8.0 * groups * samples * features * outputs if space == SAMPLE else 0.0
 
 
 @dataclass(frozen=True)

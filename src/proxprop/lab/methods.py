@@ -12,14 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 import proxprop
-from proxprop.deferred import Deferred
 from proxprop.lab import published
 from proxprop.lab.config import Config
 from proxprop.lab.refusal import Refused, one_of
 
 Prepare = Callable[[nn.Module], nn.Module]
 MakeOptimizers = Callable[[nn.Module], list[Optimizer]]
-Attach = Callable[[list[Optimizer], nn.Module], Deferred | None]
+Attach = Callable[[list[Optimizer], nn.Module], proxprop.Attached | None]
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def _running(argument: str, config: Config) -> Prepare:
 def _running_averages(config: Config) -> Attach:
     """S averaged over steps and inverted every so many, with damping 1/τ_θ relative to S's mean diagonal."""
     every = int(config.solver.partition(":")[2])
-    running = proxprop.Running(every=every, damping=1 / config.tau_theta)
+    running = proxprop.Running(update_every=1, invert_every=every, damping=1 / config.tau_theta)
     return lambda optimizers, model: proxprop.attach(optimizers, model, running=running)
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from proxprop.deferred import Deferred
+from proxprop import Attached
 from proxprop.lab.records.sealed import Damaged, write_bytes
 
 KEPT = 2
@@ -83,7 +83,7 @@ class Trained:
 
     model: nn.Module
     optimizers: list[Optimizer]
-    attached: Deferred | None = None
+    attached: Attached | None = None
 
 
 def pack(trained: Trained, device: torch.device) -> Checkpoint:
