@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from proxprop.settings import Settings
-from proxprop.solvers import DIAGONAL, FEATURE, SAMPLE, Factored, Plan, Ready, plan
+from proxprop.solvers import DIAGONAL, FEATURE, SAMPLE, ProductSolve, Plan, PreparedSolve, plan
 from proxprop.solvers.plan import remembered_plan
 from proxprop.transfer import LinearTransfer, Parameters, Transfer
 
@@ -27,13 +27,13 @@ def planned(transfer: Transfer, settings: Settings) -> Plan:
     return plan(*question) if torch.compiler.is_compiling() else remembered_plan(*question)
 
 
-def prepare(transfer: Transfer, settings: Settings) -> Ready:
+def prepare(transfer: Transfer, settings: Settings) -> PreparedSolve:
     """Do all of a solve in sample space that needs the layer's input alone."""
     samples, outputs = transfer.sizes.samples, transfer.sizes.outputs
     return settings.solver.prepared(SAMPLE, transfer.kernel(), settings.damping(samples), outputs)
 
 
-def solve(transfer: Transfer, G: Tensor, settings: Settings, ready: Ready | None = None) -> Direction:
+def solve(transfer: Transfer, G: Tensor, settings: Settings, ready: PreparedSolve | None = None) -> Direction:
     """Solve one layer's system: `D = (λI + AᵀA)⁻¹AᵀG` in the planned space.
 
     Args:
@@ -54,7 +54,7 @@ def solve(transfer: Transfer, G: Tensor, settings: Settings, ready: Ready | None
         return Direction(transfer.divide(G, damping, factor), chosen, None)
     if chosen.space == SAMPLE:
         ready = ready or prepare(transfer, settings)
-        if isinstance(ready, Factored) and isinstance(transfer, LinearTransfer) and transfer.is_narrow():
+        if isinstance(ready, ProductSolve) and isinstance(transfer, LinearTransfer) and transfer.is_narrow():
             left = ready.left if factor == 1.0 else ready.left * factor
             parameters = transfer.direction(left, ready.right(transfer.to_samples(G)))
             return Direction(parameters, chosen, ready.failed)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from proxprop import device, tuning
 from proxprop.distributed import several_ranks
-from proxprop.solvers import DIAGONAL, Ready
+from proxprop.solvers import DIAGONAL, PreparedSolve
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class Aside:
 
     turn: int
     held: list[Tensor] = field(default_factory=list)
-    ready: Ready | None = None
+    ready: PreparedSolve | None = None
 
     def on(self, device: torch.device) -> AbstractContextManager[object]:
         """Within, nodes are made that autograd runs on that stream."""
@@ -62,7 +62,7 @@ class Aside:
     def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
         return streams(device)[self.turn % tuning.STREAMS]
 
-    def take(self) -> Ready | None:
+    def take(self) -> PreparedSolve | None:
         """What was prepared, which is forgotten here."""
         ready, self.ready = self.ready, None
         return ready

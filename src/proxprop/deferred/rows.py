@@ -17,7 +17,7 @@ from torch import Tensor
 
 from proxprop.settings import Settings
 from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Exact, Sizes, Solution, Solver
-from proxprop.solvers.cholesky import inverse_factor
+from proxprop.solvers.cholesky import factorize_whole
 from proxprop.solvers.matmul import transposed_product
 from proxprop.solvers.plan import remembered_plan
 from proxprop.transfer import LinearTransfer
@@ -108,7 +108,8 @@ def solve(transfer: LinearTransfer, B: Tensor, damping: float) -> Solution:
 
     A failure is substituted in small matrices, where it costs little: without R, D is a multiple of B.
     """
-    R, failed = inverse_factor(transfer.kernel(), damping)
+    factorization = factorize_whole(transfer.kernel(), damping)
+    R, failed = factorization.inverse_factor(), factorization.failed
     broken = failed[:, None, None]
     shrink = torch.where(broken, R[:, :1, :1].square() * damping, 1.0)  # R is I/√(λ + trace K) there
     R = torch.where(broken, 0.0, R)
