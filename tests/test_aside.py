@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import proxprop
 from proxprop import CG, Exact, backward, device, side_streams, tuning
-from proxprop.side_streams import Aside
+from proxprop.nn import layer
+from proxprop.side_streams import SideSolve, SideStreams
 from proxprop.solvers import Solver
 from proxprop.tuning import TRITON_CHOLESKY_MOST_ROWS
 from training import assert_same, directions, images, loss_of, small_model
@@ -23,20 +24,33 @@ LOADING = f"exact systems of over {TRITON_CHOLESKY_MOST_ROWS:,} rows load kernel
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+class NotedStreams(SideStreams):
+    """No streams; the list grows by each fork, whose numbers are noted."""
+
+    def __init__(self) -> None:
+        super().__init__([None] * tuning.STREAMS)
+        self.made: list[SideSolve] = []
+        self.turns: list[int] = []
+
+    def solve(self, turn: int) -> SideSolve:
+        self.made.append(super().solve(turn))
+        self.turns.append(turn)
+        return self.made[-1]
+
+
 @pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> list[Aside]:
-    """Fork on a CPU as on a GPU, though on no stream; the list grows by each fork."""
-    made: list[Aside] = []
+def noted(monkeypatch: pytest.MonkeyPatch) -> NotedStreams:
+    """Fork on a CPU as on a GPU, though on no stream."""
+    streams = NotedStreams()
     monkeypatch.setattr(device, "is_captured", lambda tensor: True)
-    monkeypatch.setattr(side_streams, "streams", lambda device: [None] * tuning.STREAMS)
+    monkeypatch.setattr(layer, "side_streams", lambda device: streams)
+    return streams
 
-    class Noted(Aside):
-        def __init__(self, turn: int) -> None:
-            super().__init__(turn)
-            made.append(self)
 
-    monkeypatch.setattr(side_streams, "Aside", Noted)
-    return made
+@pytest.fixture
+def turns(noted: NotedStreams) -> list[SideSolve]:
+    """The forks, of which the list grows by each."""
+    return noted.made
 
 
 def in_line(found: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -47,7 +61,7 @@ def in_line(found: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("solver", [Exact(), CG(1), CG(3)])
 @pytest.mark.parametrize("frozen", [None, "0.weight", "3.bias"])
-def test_directions_are_the_same(turns: list[Aside], frozen: str | None, solver: Solver) -> None:
+def test_directions_are_the_same(turns: list[SideSolve], frozen: str | None, solver: Solver) -> None:
     model = small_model(solver)
     if frozen:
         model.get_parameter(frozen).requires_grad_(False)
@@ -62,7 +76,7 @@ def test_directions_are_the_same(turns: list[Aside], frozen: str | None, solver:
     assert_same(beside, in_line(found), 0.0)
 
 
-def test_they_accumulate_over_retained_graphs_and_reach_the_input(turns: list[Aside]) -> None:
+def test_they_accumulate_over_retained_graphs_and_reach_the_input(turns: list[SideSolve]) -> None:
     model, x = small_model(Exact()), images().requires_grad_()
 
     def found() -> dict[str, Tensor]:
@@ -76,7 +90,7 @@ def test_they_accumulate_over_retained_graphs_and_reach_the_input(turns: list[As
     assert_same(found(), in_line(found), 0.0)
 
 
-def test_autograd_grad_of_one_parameter_solves_for_it_alone(turns: list[Aside]) -> None:
+def test_autograd_grad_of_one_parameter_solves_for_it_alone(turns: list[SideSolve]) -> None:
     model = small_model(Exact())
 
     def found() -> dict[str, Tensor]:
@@ -85,13 +99,13 @@ def test_autograd_grad_of_one_parameter_solves_for_it_alone(turns: list[Aside]) 
     assert_same(found(), in_line(found), 0.0)
 
 
-def test_neighbours_take_turns(turns: list[Aside]) -> None:
+def test_neighbours_take_turns(noted: NotedStreams) -> None:
     directions(small_model(Exact()), images())
-    first, second = turns
-    assert second.turn == first.turn + 1
+    first, second = noted.turns
+    assert second == first + 1
 
 
-def test_joins_come_last(turns: list[Aside]) -> None:
+def test_joins_come_last(turns: list[SideSolve]) -> None:
     """So that a stream waits for directions when it has nothing else to do."""
     model = small_model(Exact())
     order: list[str] = []
@@ -104,19 +118,19 @@ def test_joins_come_last(turns: list[Aside]) -> None:
     assert set(order[order.index("input") + 1 :]) == converted
 
 
-def test_what_a_solve_reads_is_held_until_it_joins(turns: list[Aside]) -> None:
+def test_what_a_solve_reads_is_held_until_it_joins(turns: list[SideSolve]) -> None:
     """In a residual network autograd would otherwise add to G in place while it is read."""
-    layer = proxprop.nn.Linear(4, 4, solver=Exact())
+    linear = proxprop.nn.Linear(4, 4, solver=Exact())
     held: list[list[Tensor]] = []
     x = torch.randn(3, 4, requires_grad=True)
     x.register_hook(lambda g: held.append(list(turns[0].held)))
-    (x + layer(x)).sum().backward()
+    (x + linear(x)).sum().backward()
     assert [len(tensors) for tensors in held] == [2]
     assert turns[0].held == []
     assert held[0][0].eq(1).all()
 
 
-def prepared_during_backward(turns: list[Aside], samples: int) -> list[bool]:
+def prepared_during_backward(turns: list[SideSolve], samples: int) -> list[bool]:
     """Of which of two calls a solve is prepared when G has come through the second; then of none any more."""
     first, second = (proxprop.nn.Linear(16, 16, solver=Exact()) for _ in range(2))
     found: list[bool] = []
@@ -127,20 +141,20 @@ def prepared_during_backward(turns: list[Aside], samples: int) -> list[bool]:
     return found
 
 
-def test_systems_in_sample_space_are_prepared_before_their_turn(turns: list[Aside]) -> None:
+def test_systems_in_sample_space_are_prepared_before_their_turn(turns: list[SideSolve]) -> None:
     assert prepared_during_backward(turns, samples=3) == [True, False]
 
 
-def test_others_are_not(turns: list[Aside]) -> None:
+def test_others_are_not(turns: list[SideSolve]) -> None:
     assert prepared_during_backward(turns, samples=100) == [False, False]
 
 
-def test_nor_are_large_ones(turns: list[Aside], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_are_large_ones(turns: list[SideSolve], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "PREPARED_MOST_ROWS", 2)
     assert prepared_during_backward(turns, samples=3) == [False, False]
 
 
-def test_systems_of_another_graph_are_not(turns: list[Aside]) -> None:
+def test_systems_of_another_graph_are_not(turns: list[SideSolve]) -> None:
     first, second = (proxprop.nn.Linear(4, 4, solver=Exact()) for _ in range(2))
     one, other = first(torch.randn(3, 4)).sum(), second(torch.randn(3, 4)).sum()
     one.backward()
@@ -149,21 +163,20 @@ def test_systems_of_another_graph_are_not(turns: list[Aside]) -> None:
     assert second.weight.grad is not None
 
 
-def test_graphs_that_are_dropped_are_not_waited_for(turns: list[Aside]) -> None:
-    before = len(side_streams._waiting)
+def test_graphs_that_are_dropped_are_not_waited_for(noted: NotedStreams) -> None:
     loss = proxprop.nn.Linear(4, 4, solver=Exact())(torch.randn(3, 4)).sum()
-    assert len(side_streams._waiting) == before + 1
+    assert len(noted.expected) == 1
     del loss
-    assert len(side_streams._waiting) == before
+    assert len(noted.expected) == 0
 
 
-def test_what_is_only_divided_stays_in_line(turns: list[Aside]) -> None:
+def test_what_is_only_divided_stays_in_line(turns: list[SideSolve]) -> None:
     embedding = proxprop.nn.Embedding(4, 3, solver=Exact())
     embedding(torch.arange(4)).sum().backward()
     assert turns == []
 
 
-def test_large_systems_stay_in_line(turns: list[Aside], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_systems_stay_in_line(turns: list[SideSolve], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "STREAMS_MOST_UNKNOWNS", 6 * 8)  # the linear layer's output
     directions(small_model(Exact()), images())
     assert len(turns) == 2
@@ -172,21 +185,21 @@ def test_large_systems_stay_in_line(turns: list[Aside], monkeypatch: pytest.Monk
     assert len(turns) == 3
 
 
-def test_an_optimizer_in_backward_stays_in_line(turns: list[Aside]) -> None:
+def test_an_optimizer_in_backward_stays_in_line(turns: list[SideSolve]) -> None:
     model = small_model(Exact())
     model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
     directions(model, images())
     assert len(turns) == 1
 
 
-def test_a_checkpoint_stays_in_line(turns: list[Aside]) -> None:
+def test_a_checkpoint_stays_in_line(turns: list[SideSolve]) -> None:
     model = small_model(Exact())
     directions(model, images(), lambda x: checkpoint(model, x, use_reentrant=False))
     assert turns == []
 
 
 def test_many_ranks_an_observer_and_deferred_mode_stay_in_line(
-    turns: list[Aside], monkeypatch: pytest.MonkeyPatch
+    turns: list[SideSolve], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small_model(Exact())
     with proxprop.diagnostics.observe(model):

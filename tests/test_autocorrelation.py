@@ -9,21 +9,23 @@ from torch.nn import functional
 from cases import randn, relative_error
 from proxprop import tuning
 from proxprop.transfer import ConvGeometry, ConvTransfer
-from proxprop.transfer.gram_autocorrelation import Walk, applies, gram, sums
+from proxprop.transfer.conv_geometry import Axis, patch_sums
+from proxprop.transfer.gram_autocorrelation import applies, gram
 
 walks = st.builds(
-    Walk,
+    Axis,
     size=st.integers(1, 9),
-    kernel=st.integers(1, 5),
+    taps=st.integers(1, 5),
+    stride=st.just(1),
     dilation=st.integers(1, 3),
     padding=st.integers(0, 5),
 )
 
 
-def patches(x: torch.Tensor, walks: list[Walk]) -> torch.Tensor:
+def patches(x: torch.Tensor, walks: list[Axis]) -> torch.Tensor:
     """Rows `[groups, batch·positions, channels·kernel]`, cut out one tap at a time."""
     x = functional.pad(x, [width for walk in reversed(walks) for width in (walk.padding,) * 2])
-    taps = torch.cartesian_prod(*[torch.arange(walk.kernel) for walk in walks]).view(-1, len(walks))
+    taps = torch.cartesian_prod(*[torch.arange(walk.taps) for walk in walks]).view(-1, len(walks))
     cut = []
     for tap in taps.tolist():
         seen = x
@@ -46,22 +48,22 @@ def test_equals_the_product_of_patches(walks, batch, groups, channels, seed) -> 
     x = randn(batch, groups, channels, *(walk.size for walk in walks), seed=seed) + 0.5
     A = patches(x, walks)
     assert relative_error(gram(x, walks), A.mT @ A) < 1e-11
-    assert relative_error(sums(x, walks), A.sum(1)) < 1e-11
+    assert relative_error(patch_sums(x, walks), A.sum(1)) < 1e-11
 
 
 def test_equals_the_product_of_patches_in_three_dimensions() -> None:
-    walks = [Walk(4, 2, 1, 0), Walk(5, 3, 1, 1), Walk(3, 2, 2, 2)]
+    walks = [Axis(4, 2, 1, 1, 0), Axis(5, 3, 1, 1, 1), Axis(3, 2, 1, 2, 2)]
     x = randn(2, 1, 2, 4, 5, 3, seed=0)
     A = patches(x, walks)
     assert relative_error(gram(x, walks), A.mT @ A) < 1e-12
-    assert relative_error(sums(x, walks), A.sum(1)) < 1e-12
+    assert relative_error(patch_sums(x, walks), A.sum(1)) < 1e-12
 
 
 @pytest.mark.parametrize(("shape", "kernel", "padding"), [((500, 3, 32, 32), 5, 2), ((64, 32, 8, 8), 3, 1)])
 def test_float32_is_as_good_as_unfolding(shape, kernel, padding) -> None:
     """Images with a mean, as real ones have."""
     x = torch.rand(shape, generator=torch.Generator().manual_seed(0))
-    walk = Walk(shape[2], kernel, 1, padding)
+    walk = Axis(shape[2], kernel, 1, 1, padding)
     S = gram(x[:, None], [walk, walk])
     exact = gram(x[:, None].double(), [walk, walk])
     assert relative_error(S.double(), exact) < 2e-6
@@ -88,7 +90,7 @@ def test_a_convolution_correlates_where_that_is_right(stride, kernel, size, corr
     weight = randn(3, 2, *kernel, seed=1)
     output = functional.conv2d(x, weight, None, stride, padding[0])
     transfer = ConvTransfer(x, output.shape, weight.shape, True, geometry)
-    assert transfer._correlates() == correlates
+    assert (transfer.gram_method() == "autocorrelation") == correlates
     A = torch.cat([transfer.rows(), torch.ones(1, transfer.sizes.samples, 1, dtype=torch.float64)], dim=-1)
     assert relative_error(transfer.gram(), A.mT @ A) < 1e-12
     assert (transfer.gram_flops() is not None) == correlates
@@ -99,4 +101,4 @@ def test_a_cpu_unfolds_few_patches(batch: int, correlates: bool) -> None:
     geometry = ConvGeometry((3, 3), (1, 1), (1, 1), ((0, 0),) * 2, "constant", 1)
     x = randn(batch, 4, 10, 10, seed=0)
     transfer = ConvTransfer(x, torch.Size([batch, 3, 8, 8]), torch.Size([3, 4, 3, 3]), True, geometry)
-    assert transfer._correlates() == correlates
+    assert (transfer.gram_method() == "autocorrelation") == correlates

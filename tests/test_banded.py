@@ -16,9 +16,10 @@ import proxprop
 from cases import LAYERS, assert_directions, by_name, oracle, randn, relative_error
 from proxprop import CG, Exact, tuning
 from proxprop.solvers import matmul
-from proxprop.transfer import conv, gram_image_rows
+from proxprop.transfer import conv_gram, gram_image_rows
+from proxprop.transfer.conv_geometry import Axis, patch_sums
 
-DOWN, ACROSS = gram_image_rows.Axis(12, 3, 1, 1), gram_image_rows.Axis(8, 3, 1, 1)
+AXES = [Axis(12, 3, 1, 1, 1), Axis(8, 3, 1, 1, 1)]
 
 
 class Peak(TorchDispatchMode):
@@ -53,13 +54,13 @@ def _storages(tree: object) -> list[torch.UntypedStorage]:
     order=st.permutations(range(4)),
 )
 def test_equals_the_product_of_patches(sizes, kernel, stride, padding, channels, order) -> None:
-    axes = [gram_image_rows.Axis(*axis) for axis in zip(sizes, kernel, stride, padding, strict=True)]
-    assume(all(axis.size + 2 * axis.padding >= axis.kernel for axis in axes))
+    axes = [Axis(*axis) for axis in zip(sizes, kernel, stride, (1, 1), padding, strict=True)]
+    assume(all(axis.size + 2 * axis.padding >= axis.taps for axis in axes))
     x = torch.randn(4, channels, *sizes, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x = x.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])  # in any layout
     A = functional.unfold(x, kernel, padding=padding, stride=stride).mT.flatten(0, 1)
-    torch.testing.assert_close(gram_image_rows.gram(x, *axes), A.mT @ A)
-    torch.testing.assert_close(gram_image_rows.sums(x, *axes), A.sum(0))
+    torch.testing.assert_close(gram_image_rows.gram(x[:, None], axes)[0], A.mT @ A)
+    torch.testing.assert_close(patch_sums(x[:, None], axes)[0], A.sum(0))
 
 
 @pytest.mark.parametrize(
@@ -68,9 +69,9 @@ def test_equals_the_product_of_patches(sizes, kernel, stride, padding, channels,
 @pytest.mark.parametrize("batch", [1, 7, 12])
 def test_a_few_channels_or_rows_at_a_time_are_as_good_as_all(numbers: int, batch: int, monkeypatch) -> None:
     x = randn(batch, 4, 12, 8, seed=0)
-    whole = gram_image_rows.gram(x, DOWN, ACROSS)
+    whole = gram_image_rows.gram(x[:, None], AXES)
     monkeypatch.setattr(tuning, "IMAGE_ROWS_BLOCK_NUMBERS", numbers)
-    assert relative_error(gram_image_rows.gram(x, DOWN, ACROSS), whole) < 1e-12
+    assert relative_error(gram_image_rows.gram(x[:, None], AXES), whole) < 1e-12
 
 
 @pytest.mark.parametrize("longest", [1024, 4, 3])
@@ -84,7 +85,7 @@ def test_products_of_rows_in_parts(longest: int, monkeypatch) -> None:
     monkeypatch.setattr(gram_image_rows, "multiply", lambda left, right: left.float() @ right.float())
     x = randn(7, 4, 12, 8, seed=0)
     A = functional.unfold(x, 3, padding=1).mT.flatten(0, 1)
-    assert relative_error(gram_image_rows.gram(x.float(), DOWN, ACROSS).double(), A.mT @ A) < 1e-6
+    assert relative_error(gram_image_rows.gram(x[:, None].float(), AXES)[0].double(), A.mT @ A) < 1e-6
 
 
 @pytest.mark.parametrize("batch", [2, 64])
@@ -92,9 +93,9 @@ def test_temporaries_are_few_beside_the_input(batch: int, monkeypatch) -> None:
     """The padded input, products of rows, and what becomes of them: no more than thrice the stated numbers."""
     monkeypatch.setattr(tuning, "IMAGE_ROWS_BLOCK_NUMBERS", 4096)
     x = randn(batch, 4, 12, 8, seed=0)
-    gram_image_rows.gram(x, DOWN, ACROSS)  # makes what is cached
+    gram_image_rows.gram(x[:, None], AXES)  # makes what is cached
     with Peak() as peak:
-        gram_image_rows.gram(x, DOWN, ACROSS)
+        gram_image_rows.gram(x[:, None], AXES)
     all_products = 12 * 4 * 8 * 3 * 4 * 8
     assert peak.bytes <= 3 * 8 * max(tuning.IMAGE_ROWS_BLOCK_NUMBERS, x.numel())
     assert batch > 2 or 8 * all_products > 2 * peak.bytes
@@ -105,7 +106,7 @@ def test_temporaries_are_few_beside_the_input(batch: int, monkeypatch) -> None:
 @pytest.mark.parametrize("case", [c for c in LAYERS if isinstance(c.layer(), nn.Conv2d)], **by_name)
 def test_a_convolution_finds_the_same_direction(case, solver, monkeypatch) -> None:
     """On a GPU it multiplies rows where it can; here it is made to."""
-    monkeypatch.setattr(conv, "MULTIPLY_ROWS", ("cpu",))
+    monkeypatch.setattr(conv_gram, "ROW_DEVICES", ("cpu",))
     plain, input = case.layer(), case.input()
     layer = proxprop.convert(copy.deepcopy(plain), solver, tau_theta=0.7, space="feature", include_last=True)
     output = layer(input)

@@ -250,9 +250,9 @@ def single_rows(case: str, plain: nn.Module, input: Tensor) -> Tensor:
     """`aaᵀ` of every sample of a call, `[samples, groups, features, features]`."""
     seen = []
     layer = proxprop.convert(copy.deepcopy(plain), Exact(), include_last=True, module_types="all")
-    layer._observer = lambda transfer, *_: seen.append(transfer)
     inputs = (input, input.repeat(1, 2)[:, :3]) if case == "bilinear" else (input,)
-    layer(*inputs).sum().backward()
+    with layer._shown_to(lambda transfer, *_: seen.append(transfer)):
+        layer(*inputs).sum().backward()
     A = seen[0].rows()
     if seen[0].bias:
         A = torch.cat([A, torch.ones_like(A[..., :1])], -1)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from cases import relative_error
 from proxprop import CG, device, tuning
-from proxprop.backward import Call, Failures
+from proxprop.backward import Task
 from proxprop.deferred.operator import Form, Inverse
+from proxprop.failures import FailureWarner
 from proxprop.settings import Settings
 from proxprop.solvers.cg import feature_cg, normalize, sample_cg
 from proxprop.solvers.cholesky import factorize
@@ -28,7 +29,7 @@ from proxprop.solvers.matmul import (
     WALK,
     plain_parts,
 )
-from proxprop.transfer.linear import LinearTransfer
+from proxprop.transfer import LinearCall
 
 pytest.importorskip("triton")
 # numpy, which the interpreter runs on, warns of what the kernel masks out
@@ -267,12 +268,9 @@ def test_bfloat16_layers_are_solved_in_fewer_parts(dtype: torch.dtype, parts: in
             seen.append(device.fp16_terms())
             return super().samples(K, G, damping)
 
-    def build(inputs, like, shapes):
-        return LinearTransfer(inputs[0], like.shape, *shapes, bias=False)
-
     settings = Settings(Looking(), space="sample")
-    call = Call(build, settings, Failures("layer"), None, inputs=1)
+    task = Task(LinearCall(), settings, "layer", FailureWarner(), None, inputs=1, parameters=2)
     G = torch.randn(5, 4, dtype=dtype)
-    call.direction(build([x], G, [torch.Size([4, 3])]), G)
+    task.direction(LinearCall().transfer([x], G, [torch.Size([4, 3]), None]), G)
     assert seen == [parts]
     assert device.fp16_terms() == 3

@@ -27,7 +27,7 @@ from proxprop.solvers.matmul import (
     transposed_product,
     transposed_square,
 )
-from proxprop.transfer import ConvTransfer, ConvTransposeTransfer, LinearTransfer, conv
+from proxprop.transfer import ConvTransfer, ConvTransposeTransfer, LinearTransfer, conv, conv_gram
 
 SCALES = {
     "one scale": torch.ones(40),
@@ -243,7 +243,7 @@ def test_a_linear_transfer_takes_bfloat16_as_it_is(transposed: bool) -> None:
     X, G = X.bfloat16(), G.bfloat16()
     shape = torch.Size([7, 4] if transposed else [4, 7])
     halved, whole = (LinearTransfer(x, G.shape, shape, True, transposed) for x in (X, X.float()))
-    assert relative_error(halved.kernel(), whole.kernel()) < 1e-6
+    assert relative_error(halved.sample_gram(), whole.sample_gram()) < 1e-6
     assert relative_error(halved.gram(), whole.gram()) < 1e-6
     assert relative_error(halved.normal(V), whole.normal(V)) < 1e-6
     assert torch.equal(halved.to_samples(G), whole.to_samples(G.float()))
@@ -281,7 +281,7 @@ def test_a_convolution_takes_bfloat16_as_it_is(
     monkeypatch.setattr(tuning, "PATCHES_MOST_NUMBERS", 2**11)  # a few images
     monkeypatch.setattr(tuning, "FLOAT32_COPY_MOST_NUMBERS", 2**9)
     if device == "as on a GPU":
-        monkeypatch.setattr(conv, "MULTIPLY_ROWS", ("cpu", "cuda"))
+        monkeypatch.setattr(conv_gram, "ROW_DEVICES", ("cpu", "cuda"))
         monkeypatch.setattr(tuning, "CPU_PATCHES_MOST_NUMBERS", 0)
     layer, generator = CONVOLUTIONS[name], torch.Generator().manual_seed(0)
     dimensions = len(layer.kernel_size)
@@ -295,7 +295,7 @@ def test_a_convolution_takes_bfloat16_as_it_is(
     assert halved.coarse
     S, together = halved.normal_equations(G)
     for found, expected in (
-        (halved.kernel(), whole.kernel()),
+        (halved.sample_gram(), whole.sample_gram()),
         (halved.gram(), whole.gram()),
         (S, whole.gram()),
         *zip(together, whole.gradient(G.float()), strict=True),

@@ -27,7 +27,7 @@ def test_shapes_are_those_of_the_networks(model: Model) -> None:
     layers = [m for m in converted.modules() if isinstance(m, proxprop.nn.ProximalLayer)]
     assert sum(layer.count for layer in model.layers) == len(layers)
     sizes = [
-        layer._parts()[""].layout([p.shape for p in layer.parameters()] + [None] * (layer.bias is None))
+        layer._parts()[""].call.layout([p.shape for p in layer.parameters()] + [None] * (layer.bias is None))
         for layer in layers
     ]
     assert system_numbers(model) == sum(s.sizes.features * (s.sizes.features + 1) / 2 for s in sizes)

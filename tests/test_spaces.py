@@ -194,7 +194,7 @@ def test_an_inverse_may_act_on_a_narrow_input_instead_of_the_gradient(bias: bool
     X, G = torch.randn(2, 4, 6, dtype=torch.float64), torch.randn(2, 4, 9, dtype=torch.float64)
     weight = torch.Size([6, 9] if transposed else [9, 6])
     transfer = LinearTransfer(X, G.shape, weight, bias, transposed)
-    ready = Exact().prepared(SAMPLE, transfer.kernel(), 0.3, outputs=9)
+    ready = Exact().prepared(SAMPLE, transfer.sample_gram(), 0.3, outputs=9)
     assert isinstance(ready, Factored)
     expected = transfer.gradient(transfer.from_samples(ready(transfer.to_samples(G)).value))
     found = transfer.direction(2.0 * ready.left, ready.right(transfer.to_samples(G)))

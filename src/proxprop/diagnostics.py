@@ -1,7 +1,7 @@
 """Look at what solves did: residual, angle to the gradient, spectrum, plan. Costs nothing when nobody asks."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -64,14 +64,10 @@ def observe(model: nn.Module) -> Iterator[dict[str, list[Report]]]:
             "observe looks at solves inside backward: call .detach() on what proxprop.attach returned first"
         )
     reports: dict[str, list[Report]] = {name: [] for name in layers}
-    previous = {name: layer._observer for name, layer in layers.items()}
-    try:
+    with ExitStack() as stack:
         for name, layer in layers.items():
-            layer._observer = _Collector(reports[name])
+            stack.enter_context(layer._shown_to(_Collector(reports[name])))
         yield reports
-    finally:
-        for name, layer in layers.items():
-            layer._observer = previous[name]
 
 
 class _Collector:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from proxprop.settings import Settings
-from proxprop.solvers import DIAGONAL, FEATURE, SAMPLE, ProductSolve, Plan, PreparedSolve, plan
+from proxprop.solvers import DIAGONAL, FEATURE, SAMPLE, Plan, PreparedSolve, ProductSolve, plan
 from proxprop.solvers.plan import remembered_plan
 from proxprop.transfer import LinearTransfer, Parameters, Transfer
 
@@ -30,7 +30,7 @@ def planned(transfer: Transfer, settings: Settings) -> Plan:
 def prepare(transfer: Transfer, settings: Settings) -> PreparedSolve:
     """Do all of a solve in sample space that needs the layer's input alone."""
     samples, outputs = transfer.sizes.samples, transfer.sizes.outputs
-    return settings.solver.prepared(SAMPLE, transfer.kernel(), settings.damping(samples), outputs)
+    return settings.solver.prepared(SAMPLE, transfer.sample_gram(), settings.damping(samples), outputs)
 
 
 def solve(transfer: Transfer, G: Tensor, settings: Settings, ready: PreparedSolve | None = None) -> Direction:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -265,13 +266,11 @@ def _plans(model: nn.Module, example: Any) -> Plans:
     layers = [module for module in model.modules() if isinstance(module, ProximalLayer)]
     modes = {module: module.training for module in model.modules()}
     try:
-        for layer in layers:
-            layer._planned = functools.partial(take_down, layer)
-        with torch.enable_grad(), torch.random.fork_rng(devices=cuda_devices(model)):
+        with ExitStack() as stack, torch.enable_grad(), torch.random.fork_rng(devices=cuda_devices(model)):
+            for layer in layers:
+                stack.enter_context(layer._telling(functools.partial(take_down, layer)))
             _call(model.eval(), example)
     finally:
-        for layer in layers:
-            layer._planned = None
         for module, training in modes.items():
             module.training = training
     return plans

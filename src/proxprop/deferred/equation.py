@@ -7,9 +7,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from proxprop.backward import Shapes
 from proxprop.nn.layer import Part, ProximalLayer
-from proxprop.transfer import Transfer
+from proxprop.transfer import Shapes, Transfer
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +82,7 @@ class Equation:
     def of(cls, name: str, layer: ProximalLayer, part: Part) -> "Equation":
         """The equation of one of a layer's parts."""
         blocks = (b and Block(layer.get_parameter(b[0]), b[1]) for b in part.blocks)
-        return Equation(name, layer, tuple(blocks), part.layout)
+        return Equation(name, layer, tuple(blocks), part.call.layout)
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from proxprop.backward import Sampling
+from proxprop.backward import Task
 from proxprop.deferred.choice import Choice
 from proxprop.deferred.equation import Equation, components
 from proxprop.deferred.joining import Joins
@@ -18,6 +18,7 @@ from proxprop.deferred.rows import RowSolve
 from proxprop.deferred.running import Averages, Cluster, Running
 from proxprop.deferred.state import load_state_dict, state_dict
 from proxprop.deferred.step import direct
+from proxprop.deferred.summing import Sampling, Summation, attach_sum
 from proxprop.deferred.system import System
 from proxprop.deferred.together import Directions
 from proxprop.deferred.watch import Watch
@@ -40,18 +41,19 @@ class Attachment:
         ]
         self._spread = any(mesh_of(parameter) is not None for parameter in layer.parameters())
 
-    def leaves(self, part: str, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The leaves of one of the layer's systems."""
+    def attach(
+        self,
+        output: Tensor,
+        task: Task,
+        inputs: Sequence[Tensor],
+        parameters: Sequence[Tensor | None],
+        part: str,
+    ) -> Tensor:
+        """Return the output such that backward adds the gradient, and S to one of the layer's systems."""
         self._begin_call()
-        return self.systems[part].leaves(device, dtype)
-
-    def summing(self, part: str) -> System:
-        """What those leaves belong to."""
-        return self.systems[part]
-
-    def sampling(self, part: str) -> Sampling | None:
-        """Which rows S is estimated from; None for all."""
-        return self.handle.sampling(self.systems[part])
+        system = self.systems[part]
+        summation = Summation(task, system, self.handle.sampling(system))
+        return attach_sum(output, summation, inputs, parameters)
 
     def explicit(self) -> bool:
         """Whether the layer keeps BackProp's gradient."""
@@ -83,7 +85,7 @@ class Attachment:
         for module, name, parameter in self._parameters:
             if module._parameters.get(name) is not parameter:
                 raise RuntimeError(
-                    f"{self.layer._failures.layer}: its parameters are not the ones it was attached with: they were "
+                    f"{self.layer._layer_name}: its parameters are not the ones it was attached with: they were "
                     "replaced (load_state_dict(assign=True)) or others were passed (torch.func.functional_call). "
                     "Call .detach() on what proxprop.attach returned, and attach again with an optimizer that holds "
                     "the new ones"
@@ -138,7 +140,7 @@ class Attached(Joins):
         self._cluster_of: dict[Equation, Cluster] = {s: c for c in self.clusters for s in c.systems}
         for layer, systems in parts.items():
             clusters = dict.fromkeys(self._cluster_of[system] for system in systems.values())
-            layer._attached = Attachment(self, layer, systems, [self._watches[c] for c in clusters])
+            layer._tie(Attachment(self, layer, systems, [self._watches[c] for c in clusters]))
         self._directions = Directions()
         self.reduction = Reduction(model, self.systems)
         self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
@@ -279,7 +281,7 @@ class Attached(Joins):
         for watch in self._watches.values():
             watch.release()
         for choice in self.choices.values():
-            choice.layer._attached = None
+            choice.layer._tie(None)
         self._hooks, self.systems, self.clusters, self._watches = [], [], [], {}
         self._detached = True
 

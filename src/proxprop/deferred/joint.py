@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from proxprop.backward import Shapes
 from proxprop.deferred.equation import Block, Equation, components
 from proxprop.solvers import DIAGONAL, FEATURE, Sizes
-from proxprop.transfer import Parameters, Transfer
+from proxprop.transfer import Parameters, Shapes, Transfer
 
 
 class Term(NamedTuple):

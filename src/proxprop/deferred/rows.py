@@ -108,7 +108,7 @@ def solve(transfer: LinearTransfer, B: Tensor, damping: float) -> Solution:
 
     A failure is substituted in small matrices, where it costs little: without R, D is a multiple of B.
     """
-    factorization = factorize_whole(transfer.kernel(), damping)
+    factorization = factorize_whole(transfer.sample_gram(), damping)
     R, failed = factorization.inverse_factor(), factorization.failed
     broken = failed[:, None, None]
     shrink = torch.where(broken, R[:, :1, :1].square() * damping, 1.0)  # R is I/√(λ + trace K) there

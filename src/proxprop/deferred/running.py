@@ -236,7 +236,7 @@ class Averages:
             cluster.keep([])
         for (cluster, term, _), (operator, failed) in zip(due, made, strict=True):
             cluster.operators.append((term.equation, operator))
-            term.equation.layer._failures.note(failed)
+            term.equation.layer._note_failure(failed)
 
     def _form(self, term: Term, samples: Tensor | None) -> Form:
         assert term.samples is not None

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from proxprop.backward import Shapes
 from proxprop.deferred.equation import Block, Equation
 from proxprop.distributed import mesh_of
 from proxprop.solvers import DIAGONAL
-from proxprop.transfer import Transfer
+from proxprop.transfer import Shapes, Transfer
 
 
 @dataclass(frozen=True)

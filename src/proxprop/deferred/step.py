@@ -27,7 +27,7 @@ def direct(equation: Equation, operator: Operator) -> None:
     B = mine.layout.to_features(tuple(_read(block, operator.kept) for block in mine.blocks))
     with no_autocast(B.device.type):
         solution = operator.apply(B)
-    equation.layer._failures.note(solution.failed)
+    equation.layer._note_failure(solution.failed)
     _write(mine.blocks, mine.layout, solution.value)
     mine.put_back()
 

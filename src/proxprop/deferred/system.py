@@ -55,7 +55,7 @@ class System(Equation):
     """
 
     def __init__(self, name: str, layer: ProximalLayer, part: Part, counted: bool = False) -> None:
-        super().__init__(name, layer, Equation.of(name, layer, part).blocks, part.layout)
+        super().__init__(name, layer, Equation.of(name, layer, part).blocks, part.call.layout)
         self.counted, self.usual = counted, part.usual
         self.when_summed: Callable[[System], None] | None = None
         self._leaves: tuple[Tensor, ...] = ()

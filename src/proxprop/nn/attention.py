@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from proxprop.nn.layer import Part, ProximalLayer, as_kernels_see, detached, handles
-from proxprop.nn.linear import linear_layout, linear_transfer
+from proxprop.nn.layer import Part, ProximalLayer, detached, parameter_views, under_autocast
+from proxprop.transfer import LinearCall
 
 
 class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
@@ -93,22 +93,22 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, part: str, owner: nn.Module | None = None
     ) -> Tensor:
         """`x Wᵀ + b` with the direction attached."""
-        x, parameters = as_kernels_see(x), handles(weight, bias)
+        x, parameters = under_autocast(x), parameter_views(weight, bias)
         output = functional.linear(x, *detached(weight, bias))
-        return self._attach(output, linear_transfer, (x,), parameters, owner, part, bfloat16=True)
+        return self._attach(output, LinearCall(), (x,), parameters, owner, part)
 
     def _parts(self) -> dict[str, Part]:
         """Query, key and value, alone or together as inputs are shared, and the output projection."""
         whole, width = slice(None), self.embed_dim
         bias = self.in_proj_bias is not None
         out = ("out_proj.weight", whole), ("out_proj.bias", whole) if self.out_proj.bias is not None else None
-        parts = {"out": Part(out, linear_layout)}
+        parts = {"out": Part(out, LinearCall())}
         for part in ("q", "k", "v") if not self._qkv_same_embed_dim else ("q", "k", "v", "kv", "qkv"):
             start = "qkv".index(part) * width
             rows = slice(start, start + len(part) * width)
             weight = ("in_proj_weight", rows) if self._qkv_same_embed_dim else (f"{part}_proj_weight", whole)
             usual = part == "qkv" or not self._qkv_same_embed_dim
-            parts[part] = Part((weight, ("in_proj_bias", rows) if bias else None), linear_layout, usual)
+            parts[part] = Part((weight, ("in_proj_bias", rows) if bias else None), LinearCall(), usual)
         return parts
 
     def _heads(self, x: Tensor, batched: bool) -> Tensor:

@@ -1,15 +1,11 @@
 """Convolutions and transposed convolutions in one, two and three dimensions."""
 
-import functools
-from collections.abc import Sequence
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 
-from proxprop.backward import Shapes
-from proxprop.nn.layer import Part, ProximalLayer, as_kernels_see, detached, handles
-from proxprop.transfer import ConvGeometry, ConvTransfer, ConvTransposeTransfer
+from proxprop.nn.layer import Part, ProximalLayer, detached, parameter_views, under_autocast
+from proxprop.transfer import ConvCall, ConvGeometry, ConvTransposeCall
 from proxprop.transfer.conv_transpose import CONVOLVE_TRANSPOSED
 
 AnyConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -23,15 +19,13 @@ class ConvLayer(ProximalLayer):
         conv = cast(nn.Conv2d, self)
         if not self._trains():
             return cast(Tensor, super().forward(input))
-        input, parameters = as_kernels_see(input), handles(conv.weight, conv.bias)
+        input, parameters = under_autocast(input), parameter_views(conv.weight, conv.bias)
         weight, bias = detached(conv.weight, conv.bias)
         output = conv._conv_forward(input, weight, bias)
-        build = functools.partial(_conv_transfer, ConvTransfer, geometry(conv))
-        return self._attach(output, build, (input,), parameters, bfloat16=True)
+        return self._attach(output, ConvCall(geometry(conv)), (input,), parameters)
 
     def _parts(self) -> dict[str, Part]:
-        walk = geometry(cast(nn.Conv2d, self))
-        return self._part(functools.partial(_conv_layout, ConvTransfer, walk), "weight", "bias")
+        return self._part(ConvCall(geometry(cast(nn.Conv2d, self))), "weight", "bias")
 
 
 class Conv1d(ConvLayer, nn.Conv1d):
@@ -60,20 +54,20 @@ class ConvTransposeLayer(ProximalLayer):
         conv = cast(nn.ConvTranspose2d, self)
         if not self._trains():
             return cast(Tensor, super().forward(input, output_size))
-        input, parameters = as_kernels_see(input), handles(conv.weight, conv.bias)
+        input, parameters = under_autocast(input), parameter_views(conv.weight, conv.bias)
         weight, bias = detached(conv.weight, conv.bias)
         walk = geometry(conv)
-        stride, widths, kernel, dilation = map(list, (walk.stride, walk.widths, walk.kernel, walk.dilation))
-        extra = conv._output_padding(input, output_size, stride, widths, kernel, len(kernel), dilation)
-        output = CONVOLVE_TRANSPOSED[len(kernel)](
+        stride, widths, taps, dilation = map(
+            list, (walk.stride, walk.widths, walk.filter_size, walk.dilation)
+        )
+        extra = conv._output_padding(input, output_size, stride, widths, taps, len(taps), dilation)
+        output = CONVOLVE_TRANSPOSED[len(taps)](
             input, weight, bias, stride, widths, extra, walk.groups, dilation
         )
-        build = functools.partial(_conv_transfer, ConvTransposeTransfer, walk)
-        return self._attach(output, build, (input,), parameters, bfloat16=True)
+        return self._attach(output, ConvTransposeCall(walk), (input,), parameters)
 
     def _parts(self) -> dict[str, Part]:
-        walk = geometry(cast(nn.ConvTranspose2d, self))
-        return self._part(functools.partial(_conv_layout, ConvTransposeTransfer, walk), "weight", "bias")
+        return self._part(ConvTransposeCall(geometry(cast(nn.ConvTranspose2d, self))), "weight", "bias")
 
 
 class ConvTranspose1d(ConvTransposeLayer, nn.ConvTranspose1d):
@@ -94,32 +88,10 @@ class ConvTranspose3d(ConvTransposeLayer, nn.ConvTranspose3d):
     plain = nn.ConvTranspose3d
 
 
-def _conv_transfer(
-    kind: type[ConvTransfer], walk: ConvGeometry, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes
-) -> ConvTransfer:
-    (input,), (weight, bias) = inputs, shapes
-    return kind(input, like.shape, weight, bias is not None, walk)
-
-
-def _conv_layout(kind: type[ConvTransfer], walk: ConvGeometry, shapes: Shapes) -> ConvTransfer:
-    """The transfer of a convolution without images."""
-    weight, bias = shapes
-    channels, outputs = walk.groups, bias[0] if bias else 0
-    if weight is not None:
-        crossing = kind is ConvTransposeTransfer
-        channels, outputs = (
-            (weight[0], weight[1] * walk.groups) if crossing else (weight[1] * walk.groups, weight[0])
-        )
-    space = [sum(p) + e * k for p, e, k in zip(walk.padding, walk.dilation, walk.kernel, strict=True)]
-    image = torch.empty(0, channels, *space, device="meta")
-    output = torch.empty(0, outputs, *[1] * len(space), device="meta")
-    return _conv_transfer(kind, walk, (image,), output, shapes)
-
-
 def geometry(conv: AnyConv | nn.ConvTranspose2d) -> ConvGeometry:
     """How a convolution module walks over its input."""
     return ConvGeometry(
-        kernel=tuple(conv.kernel_size),
+        filter_size=tuple(conv.kernel_size),
         stride=tuple(conv.stride),
         dilation=tuple(conv.dilation),
         padding=_padding(conv),

@@ -1,20 +1,14 @@
 """Any module whose output is one tensor, linear in its parameters: solved matrix-free through autograd."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from proxprop.backward import Shapes
-from proxprop.nn.layer import MixedLayer, handles
-from proxprop.transfer import AutogradTransfer, check_linear
-from proxprop.transfer.autograd import twin
-
-TENSOR = object()
-"""Stands in a call's arguments where one of its saved tensors goes."""
+from proxprop.nn.layer import MixedLayer, ProximalLayer, parameter_views
+from proxprop.transfer import AutogradCall, AutogradTransfer, check_linear
+from proxprop.transfer.autograd import copied
 
 
 class AnyLinearInParameters(MixedLayer):
@@ -30,20 +24,16 @@ class AnyLinearInParameters(MixedLayer):
         """The plain class's own forward; under torch.compile it runs uncompiled."""
         if not self._trains():
             return cast(Tensor, super().forward(*args, **kwargs))
-        plain = twin(self, self.plain)
-        parameters = handles(*self.parameters())
+        plain = _plain_copy(self)
+        parameters = parameter_views(*self.parameters())
         constants = {name: parameter.detach() for name, parameter in self.named_parameters()}
         output = cast(Tensor, torch.func.functional_call(plain, constants, args, kwargs))
         self._check_once(plain, output, args, kwargs)
         output = _own_memory(output, [*constants.values(), *args, *kwargs.values()])
-        for own, copied in zip(self.buffers(), plain.buffers(), strict=True):
-            own.copy_(copied)
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        build = functools.partial(
-            self._transfer, plain, [TENSOR if isinstance(x, Tensor) else x for x in leaves], structure
-        )
-        return self._attach(output, build, tensors, parameters)
+        for own, changed in zip(self.buffers(), plain.buffers(), strict=True):
+            own.copy_(changed)
+        call, tensors = AutogradCall.of(plain, args, kwargs)
+        return self._attach(output, call, tensors, parameters)
 
     def _check_once(self, plain: nn.Module, output: Any, args: Any, kwargs: Any) -> None:
         """Check linearity on the first call that can tell: not an empty one, nor one with infinities or NaN."""
@@ -54,21 +44,14 @@ class AnyLinearInParameters(MixedLayer):
             check_linear(plain, *args, **kwargs)
             self._checked = True
 
-    def _transfer(
-        self,
-        plain: nn.Module,
-        leaves: Sequence[Any],
-        structure: pytree.TreeSpec,
-        inputs: Sequence[Tensor],
-        like: Tensor,
-        shapes: Shapes,
-    ) -> AutogradTransfer:
-        """The transfer of one call of `plain`; `leaves` are its arguments, with `TENSOR` for each of `inputs`."""
-        following = iter(inputs)
-        filled = [next(following) if leaf is TENSOR else leaf for leaf in leaves]
-        arguments, keywords = pytree.tree_unflatten(filled, structure)
-        named = dict(zip((name for name, _ in self.named_parameters()), shapes, strict=True))
-        return AutogradTransfer(twin(plain, self.plain), arguments, keywords, named, like.dtype)
+
+def _plain_copy(layer: "AnyLinearInParameters") -> nn.Module:
+    """A copy of the layer as its plain class, with plain layers inside it: a proximal one's gradient is a direction."""
+    copy = copied(layer)
+    for inner in copy.modules():
+        if isinstance(inner, ProximalLayer):
+            inner._abandon()
+    return copy
 
 
 def _tells(output: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """What all proximal layers share: their settings, and how a direction is attached to an output."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
@@ -8,24 +9,14 @@ from typing import Any, ClassVar, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from proxprop import side_streams
-from proxprop.backward import (
-    Build,
-    Call,
-    Failures,
-    Observer,
-    Sampling,
-    Shapes,
-    Summing,
-    attach_direction,
-    precision,
-    refuse_transforms,
-)
+from proxprop.backward import Observer, Task, attach_direction, refuse_transforms
 from proxprop.distributed import check_layer, several_ranks
+from proxprop.failures import FailureWarner
 from proxprop.settings import Scaling, Settings, Space
+from proxprop.side_streams import SideSolve, pays, side_streams
 from proxprop.solvers import CG, SPACES, Plan, Solver
 from proxprop.solvers.plan import possible_spaces
-from proxprop.transfer import Transfer
+from proxprop.transfer import LayerCall
 
 Planned = Callable[[nn.Module, Plan], None]
 """Is told the module that owns the parameters of each system a forward pass sets up, and its plan."""
@@ -37,27 +28,27 @@ class Part(NamedTuple):
     Attributes:
         blocks: for each of the transfer's parameters its name in the layer and the rows that take part; None for
             one that the layer does not have.
-        layout: makes a transfer without samples from the shapes of the parameters' blocks; it knows the system's
-            sizes and how parameters lie in it. The shapes may also be those of a share of the outputs.
+        call: how the layer is called; its `layout` is known without an input.
         usual: whether calls are expected to set it up, rather than another one about the same rows.
     """
 
     blocks: tuple[tuple[str, slice] | None, ...]
-    layout: Callable[[Shapes], Transfer]
+    call: LayerCall
     usual: bool = True
 
 
 class Attachment(Protocol):
     """A layer's tie to deferred mode."""
 
-    def leaves(self, part: str, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The leaves that S of one of the layer's systems is summed in, and the number of samples."""
-
-    def summing(self, part: str) -> Summing:
-        """What those leaves belong to."""
-
-    def sampling(self, part: str) -> Sampling | None:
-        """Which rows S of a call is estimated from; None for all."""
+    def attach(
+        self,
+        output: Tensor,
+        task: Task,
+        inputs: Sequence[Tensor],
+        parameters: Sequence[Tensor | None],
+        part: str,
+    ) -> Tensor:
+        """Return the output such that backward adds the gradient and S; as `attach_direction` in immediate mode."""
 
     def explicit(self) -> bool:
         """Whether the layer keeps BackProp's gradient."""
@@ -88,6 +79,12 @@ def _setting(name: str) -> Any:
     return property(read, write, doc=f"`{name}` of `proxprop.convert`; what is written to it is checked.")
 
 
+_OWN = (
+    "_settings", "_layer_name", "_failures", "_observer", "_planned", "_attached", "_turn", "_checked",
+)  # fmt: skip
+"""Attributes that a plain layer does not have."""
+
+
 class ProximalLayer(nn.Module):
     """A layer with torch's own forward, whose parameters receive their proximal direction in backward.
 
@@ -103,7 +100,8 @@ class ProximalLayer(nn.Module):
     _is_replica = False  # nn.DataParallel sets it
 
     _settings: Settings
-    _failures: Failures
+    _layer_name: str
+    _failures: FailureWarner
     _observer: Observer | None
     _planned: Planned | None
     _attached: Attachment | None
@@ -151,7 +149,7 @@ class ProximalLayer(nn.Module):
 
     def _adopt(self, settings: Settings, name: str) -> None:
         """Take on settings; `name` is how messages call this layer."""
-        self._settings, self._failures = settings, Failures(name)
+        self._settings, self._layer_name, self._failures = settings, name, FailureWarner()
         self._observer = self._planned = self._attached = None
         self._turn = next(_turns)
 
@@ -159,15 +157,41 @@ class ProximalLayer(nn.Module):
         """The systems that calls can set up, by the name they give to `_attach`; none without a Gram matrix."""
         return {}
 
-    def _part(self, layout: Callable[[Shapes], Transfer], *names: str) -> dict[str, Part]:
+    def _part(self, call: LayerCall, *names: str) -> dict[str, Part]:
         """The only system of a layer, with its parameters `names` in whole."""
         present = [self._parameters.get(name) is not None for name in names]
         blocks = ((name, slice(None)) if there else None for name, there in zip(names, present, strict=True))
-        return {"": Part(tuple(blocks), layout)}
+        return {"": Part(tuple(blocks), call)}
+
+    def _tie(self, attachment: Attachment | None) -> None:
+        """Go over to deferred mode, or back to immediate mode where there is none."""
+        self._attached = attachment
+
+    @contextmanager
+    def _shown_to(self, observer: Observer) -> Iterator[None]:
+        """Within, calls are made whose solves the observer is shown."""
+        before, self._observer = self._observer, observer
+        try:
+            yield
+        finally:
+            self._observer = before
+
+    @contextmanager
+    def _telling(self, planned: Planned) -> Iterator[None]:
+        """Within, `planned` is told the plan of each call."""
+        self._planned = planned
+        try:
+            yield
+        finally:
+            self._planned = None
+
+    def _note_failure(self, failed: Tensor | None) -> None:
+        """Warn once if a solve of this layer failed."""
+        self._failures.note(self._layer_name, failed)
 
     def _abandon(self) -> None:
         """Become the plain class again, without what `_adopt` set."""
-        for name in ("_settings", "_failures", "_observer", "_planned", "_attached", "_turn", "_checked"):
+        for name in _OWN:
             vars(self).pop(name, None)
         self.__class__ = self.plain  # type: ignore[assignment]
 
@@ -175,7 +199,7 @@ class ProximalLayer(nn.Module):
         """Whether this call needs a direction, or S: gradients are on and there is something to train."""
         if self._is_replica:
             raise RuntimeError(
-                f"{self._failures.layer}: nn.DataParallel's replicas have no parameters to give a direction to. Use "
+                f"{self._layer_name}: nn.DataParallel's replicas have no parameters to give a direction to. Use "
                 "torch.nn.parallel.DistributedDataParallel"
             )
         if self._attached is not None and self._attached.explicit():
@@ -183,60 +207,66 @@ class ProximalLayer(nn.Module):
         own = self._parameters.values()  # asked first, because it takes longer to walk through submodules
         trains = torch.is_grad_enabled() and (_some_train(own) or _some_train(self.parameters()))
         if trains and several_ranks() and not torch.compiler.is_compiling():
-            check_layer(self, self._failures.layer, self._attached is not None)
-        if (
-            self._attached is None or self._planned is not None
-        ):  # a plan is asked for whether S is summed or not
+            check_layer(self, self._layer_name, self._attached is not None)
+        if self._attached is None or self._planned is not None:  # a plan needs no S
             return trains
         return trains and self._attached.observed()
 
     def _attach(
         self,
         output: Tensor,
-        build: Build,
+        call: LayerCall,
         inputs: Sequence[Tensor],
         parameters: Sequence[Tensor | None],
         owner: nn.Module | None = None,
         part: str = "",
-        bfloat16: bool = False,
     ) -> Tensor:
         """Return the output with the direction of `parameters` attached.
 
         Args:
             output: computed from detached parameters.
-            build: makes the transfer of this call.
+            call: how the layer was called.
             inputs: the tensors that backward needs, as the kernels saw them.
             parameters: None for one that the layer does not have.
             owner: the module they belong to, where it is not this one.
             part: which of the layer's systems this is.
-            bfloat16: whether that transfer takes bfloat16 tensors as they are.
         """
-        refuse_transforms(self._failures.layer)
-        if not torch.compiler.is_compiling() and self._is_reparametrized():
+        refuse_transforms(self._layer_name)
+        if torch.compiler.is_compiling():
+            # Dynamo makes a float an input of the graph that reads it first. The backward graphs of several layers
+            # read this one, so that it has to be read out here.
+            assert self._settings.tau_theta > 0
+        elif self._is_reparametrized():
             raise RuntimeError(
-                f"{self._failures.layer}: its weight is computed by a hook or a parametrization that was added after "
+                f"{self._layer_name}: its weight is computed by a hook or a parametrization that was added after "
                 "convert, so its output is not linear in what is trained. Call proxprop.revert(model) before "
                 "adding it; convert then leaves the layer explicit"
             )
         if not _some_train(parameters):
             return output
-        _check_dense(self._failures.layer, inputs)
+        _check_dense(self._layer_name, inputs)
         if output.is_complex() or any(tensor.is_complex() for tensor in inputs):
-            check_real(self, self._failures.layer)
+            check_real(self, self._layer_name)
             raise TypeError(
-                f"{self._failures.layer}: input and output should be real but are complex; {LEAVE_OUT}"
+                f"{self._layer_name}: input and output should be real but are complex; {LEAVE_OUT}"
             )
-        sums: tuple[Tensor, ...] = ()
-        mode: dict[str, Any] = {}
-        if self._attached is not None:
-            sums = self._attached.leaves(part, output.device, precision(output, *inputs))
-            mode = {"summing": self._attached.summing(part), "sampling": self._attached.sampling(part)}
-        elif self._observer is None and side_streams.pays(self.spaces, output, parameters):
-            mode = {"aside": side_streams.Aside(self._turn)}
-        call = Call(build, self._settings, self._failures, self._observer, len(inputs), bfloat16, **mode)
+        side = self._side_solve(output, parameters)
+        counts = len(inputs), len(parameters)
+        name, failures = self._layer_name, self._failures
+        task = Task(call, self._settings, name, failures, self._observer, *counts, side)
         if self._planned is not None:
-            self._planned(owner or self, call.plan(inputs, output, parameters))
-        return attach_direction(output, call, inputs, parameters, sums)
+            self._planned(owner or self, task.plan(inputs, output, parameters))
+        if self._attached is not None:
+            return self._attached.attach(output, task, inputs, parameters, part)
+        return attach_direction(output, task, inputs, parameters)
+
+    def _side_solve(self, output: Tensor, parameters: Sequence[Tensor | None]) -> SideSolve | None:
+        """Where a call is solved beside the backward pass; None where it is solved in line with it."""
+        if self._attached is not None or self._observer is not None:
+            return None
+        return (
+            side_streams(output.device).solve(self._turn) if pays(self.spaces, output, parameters) else None
+        )
 
     def _is_reparametrized(self) -> bool:
         return "parametrizations" in self._modules or not COMPUTED.isdisjoint(vars(self))
@@ -299,7 +329,7 @@ def detached(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None
     return weight.detach(), bias.detach() if bias is not None else None
 
 
-def handles(*parameters: Tensor | None) -> list[Tensor | None]:
+def parameter_views(*parameters: Tensor | None) -> list[Tensor | None]:
     """Views to attach a direction to, to be made before the layer's forward runs.
 
     Autograd runs later nodes first. Through a view that is older than the forward's node, the direction reaches
@@ -334,8 +364,8 @@ def _check_dense(name: str, inputs: Sequence[Tensor]) -> None:
             )
 
 
-def as_kernels_see(input: Any) -> Any:
-    """The input as autocast will hand it to the kernel of a matrix product."""
+def under_autocast(input: Any) -> Any:
+    """The input as autocast hands it to a matrix product."""
     if not isinstance(input, Tensor):
         return input  # torch's own kernel says what is wrong
     device = input.device.type

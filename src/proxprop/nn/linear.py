@@ -1,34 +1,13 @@
 """Linear and bilinear layers, and layers of other libraries that are linear ones by another name."""
 
-import functools
-from collections.abc import Sequence
 from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from proxprop.backward import Shapes
-from proxprop.nn.layer import MixedLayer, Part, ProximalLayer, as_kernels_see, detached, handles
-from proxprop.transfer import BilinearTransfer, LinearTransfer
-
-
-def linear_transfer(
-    inputs: Sequence[Tensor], like: Tensor, shapes: Shapes, transposed: bool = False
-) -> LinearTransfer:
-    """The transfer of one call of a linear layer."""
-    (input,), (weight, bias) = inputs, shapes
-    return LinearTransfer(input, like.shape, weight, bias is not None, transposed)
-
-
-def linear_layout(shapes: Shapes, transposed: bool = False) -> LinearTransfer:
-    """The transfer of a linear layer without samples."""
-    weight, bias = shapes
-    inputs, outputs = 1, bias[0] if bias else 0
-    if weight is not None:
-        inputs, outputs = weight if transposed else weight[::-1]
-    meta = torch.empty(0, device="meta")
-    return linear_transfer((meta.view(0, inputs),), meta.view(0, outputs), shapes, transposed)
+from proxprop.nn.layer import MixedLayer, Part, ProximalLayer, detached, parameter_views, under_autocast
+from proxprop.transfer import BilinearCall, LinearCall
 
 
 class Linear(ProximalLayer, nn.Linear):
@@ -52,13 +31,13 @@ class Linear(ProximalLayer, nn.Linear):
         """torch's own forward."""
         if not self._trains():
             return super().forward(input)
-        input, parameters = as_kernels_see(input), handles(self.weight, self.bias)
+        input, parameters = under_autocast(input), parameter_views(self.weight, self.bias)
         weight, bias = detached(self.weight, self.bias)
         output = functional.linear(input, weight, bias)
-        return self._attach(output, linear_transfer, (input,), parameters, bfloat16=True)
+        return self._attach(output, LinearCall(), (input,), parameters)
 
     def _parts(self) -> dict[str, Part]:
-        return self._part(linear_layout, "weight", "bias")
+        return self._part(LinearCall(), "weight", "bias")
 
 
 class Bilinear(ProximalLayer, nn.Bilinear):
@@ -70,25 +49,13 @@ class Bilinear(ProximalLayer, nn.Bilinear):
         """torch's own forward."""
         if not self._trains():
             return super().forward(input1, input2)
-        parameters = handles(self.weight, self.bias)
+        parameters = parameter_views(self.weight, self.bias)
         weight, bias = detached(self.weight, self.bias)
         output = functional.bilinear(input1, input2, weight, bias)
-        return self._attach(output, _bilinear_transfer, (input1, input2), parameters)
+        return self._attach(output, BilinearCall(), (input1, input2), parameters)
 
     def _parts(self) -> dict[str, Part]:
-        return self._part(_bilinear_layout, "weight", "bias")
-
-
-def _bilinear_transfer(inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> BilinearTransfer:
-    (left, right), (weight, bias) = inputs, shapes
-    return BilinearTransfer(left, right, like.shape, weight, bias is not None)
-
-
-def _bilinear_layout(shapes: Shapes) -> BilinearTransfer:
-    weight, bias = shapes
-    outputs, left, right = (bias[0] if bias else 0, 1, 1) if weight is None else weight
-    meta = torch.empty(0, device="meta")
-    return _bilinear_transfer((meta.view(0, left), meta.view(0, right)), meta.view(0, outputs), shapes)
+        return self._part(BilinearCall(), "weight", "bias")
 
 
 class RegisteredLinear(MixedLayer):
@@ -105,15 +72,14 @@ class RegisteredLinear(MixedLayer):
         """The same product as the plain class's forward."""
         if not self._trains():
             return cast(Tensor, super().forward(input))
-        input, parameters = as_kernels_see(input), handles(self.weight, self.bias)
+        input, parameters = under_autocast(input), parameter_views(self.weight, self.bias)
         weight, bias = detached(self.weight, self.bias)
         output = functional.linear(input, weight.mT if self.transposed else weight, bias)
         self._check_once(input, output)
-        build = functools.partial(linear_transfer, transposed=self.transposed)
-        return self._attach(output, build, (input,), parameters, bfloat16=True)
+        return self._attach(output, LinearCall(self.transposed), (input,), parameters)
 
     def _parts(self) -> dict[str, Part]:
-        return self._part(functools.partial(linear_layout, transposed=self.transposed), "weight", "bias")
+        return self._part(LinearCall(self.transposed), "weight", "bias")
 
     def _check_once(self, input: Tensor, output: Tensor) -> None:
         if vars(self).get("_checked") or torch.compiler.is_compiling() or output.is_meta:

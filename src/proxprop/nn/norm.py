@@ -1,20 +1,14 @@
-"""Scale and shift of normalisation layers: `y = γ·x̂ + β`, a system of two features for every channel.
+"""Scale and shift of normalisation layers: `y = γ·x̂ + β`, a system of two features for every channel."""
 
-The normalised input x̂ does not depend on γ and β, so the layer is linear in them. It is computed again in
-backward, from the input that BackProp saves as well.
-"""
-
-import functools
-from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from proxprop.backward import Shapes
-from proxprop.nn.layer import Part, ProximalLayer, handles
-from proxprop.transfer import NormTransfer
+from proxprop.nn.layer import Part, ProximalLayer, parameter_views
+from proxprop.transfer import NormCall, NormTransfer
+from proxprop.transfer.norm import batch_norm, instance_norm
 
 
 class NormLayer(ProximalLayer):
@@ -26,26 +20,21 @@ class NormLayer(ProximalLayer):
         """torch's own forward."""
         if not self._trains():
             return cast(Tensor, super().forward(input))
-        parameters = handles(*(self._parameters.get(name) for name in ("weight", "bias")))
+        parameters = parameter_views(*(self._parameters.get(name) for name in ("weight", "bias")))
         output = cast(Tensor, self.plain.forward(constant(self, self.plain), input))
-        build = functools.partial(_norm_transfer, self._normalize(), self._channel_axis(input))
-        return self._attach(output, build, (input, *self._statistics()), parameters)
+        return self._attach(output, self._call(), (input, *self._statistics()), parameters)
 
     def _parts(self) -> dict[str, Part]:
-        return self._part(_norm_layout, "weight", "bias")
+        return self._part(self._call(), "weight", "bias")
 
-    def _normalize(self) -> Any:
-        """A function from the saved inputs to x̂; holds no reference to this layer's tensors."""
+    def _call(self) -> NormCall:
+        """How the layer normalises; holds no reference to its tensors."""
         raise NotImplementedError
 
     def _statistics(self) -> tuple[Tensor, ...]:
         """Tensors beside the input that x̂ depends on: running statistics, in evaluation."""
         running = [self._buffers.get(name) for name in ("running_mean", "running_var")]
         return () if self.training else tuple(buffer for buffer in running if buffer is not None)
-
-    def _channel_axis(self, input: Tensor) -> int | None:
-        """The axis whose entries have a γ each; None where γ has the shape of the last axes."""
-        return None
 
     @classmethod
     def refusal(cls, module: Any) -> str:
@@ -58,8 +47,8 @@ class LayerNorm(NormLayer, nn.LayerNorm):
 
     plain = nn.LayerNorm
 
-    def _normalize(self) -> Any:
-        return functools.partial(_layer_norm, self.normalized_shape, self.eps)
+    def _call(self) -> NormCall:
+        return NormCall(partial(functional.layer_norm, normalized_shape=self.normalized_shape, eps=self.eps))
 
 
 class RMSNorm(NormLayer, nn.RMSNorm):
@@ -67,8 +56,8 @@ class RMSNorm(NormLayer, nn.RMSNorm):
 
     plain = nn.RMSNorm
 
-    def _normalize(self) -> Any:
-        return functools.partial(_rms_norm, self.normalized_shape, self.eps)
+    def _call(self) -> NormCall:
+        return NormCall(partial(functional.rms_norm, normalized_shape=self.normalized_shape, eps=self.eps))
 
 
 class GroupNorm(NormLayer, nn.GroupNorm):
@@ -76,22 +65,15 @@ class GroupNorm(NormLayer, nn.GroupNorm):
 
     plain = nn.GroupNorm
 
-    def _normalize(self) -> Any:
-        return functools.partial(_group_norm, self.num_groups, self.eps)
-
-    def _channel_axis(self, input: Tensor) -> int | None:
-        return 1
+    def _call(self) -> NormCall:
+        return NormCall(partial(functional.group_norm, num_groups=self.num_groups, eps=self.eps), axis=1)
 
 
 class _BatchNorm(NormLayer):
     """Batch normalisation, with the batch's statistics in training and the running ones in evaluation."""
 
-    def _normalize(self) -> Any:
-        norm = cast(nn.BatchNorm2d, self)
-        return functools.partial(_batch_norm, norm.eps)
-
-    def _channel_axis(self, input: Tensor) -> int | None:
-        return 1
+    def _call(self) -> NormCall:
+        return NormCall(partial(batch_norm, eps=cast(nn.BatchNorm2d, self).eps), axis=1)
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
@@ -117,12 +99,11 @@ class _InstanceNorm(NormLayer):
 
     dimensions: int
 
-    def _normalize(self) -> Any:
-        norm = cast(nn.InstanceNorm2d, self)
-        return functools.partial(_instance_norm, norm.eps, self.dimensions)
-
-    def _channel_axis(self, input: Tensor) -> int | None:
-        return input.dim() - self.dimensions - 1
+    def _call(self) -> NormCall:
+        eps = cast(nn.InstanceNorm2d, self).eps
+        return NormCall(
+            partial(instance_norm, eps=eps, dimensions=self.dimensions), axis=-1 - self.dimensions
+        )
 
 
 class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
@@ -149,43 +130,3 @@ def constant(layer: nn.Module, plain: type[nn.Module]) -> nn.Module:
     parameters = {name: p.detach() if p is not None else None for name, p in layer._parameters.items()}
     vars(copied).update(vars(layer), _parameters=parameters)
     return copied
-
-
-def _norm_transfer(
-    normalize: Any, axis: int | None, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes
-) -> NormTransfer:
-    weight, bias = shapes
-    return NormTransfer(normalize(*inputs), axis, weight, bias)
-
-
-def _norm_layout(shapes: Shapes) -> NormTransfer:
-    weight, bias = shapes
-    channels = weight or bias
-    assert channels is not None
-    return NormTransfer(torch.empty(0, *channels, device="meta"), None, weight, bias)
-
-
-def _layer_norm(shape: tuple[int, ...], eps: float, input: Tensor) -> Tensor:
-    return functional.layer_norm(input, shape, eps=eps)
-
-
-def _rms_norm(shape: tuple[int, ...], eps: float | None, input: Tensor) -> Tensor:
-    return functional.rms_norm(input, shape, eps=eps)
-
-
-def _group_norm(groups: int, eps: float, input: Tensor) -> Tensor:
-    return functional.group_norm(input, groups, eps=eps)
-
-
-def _batch_norm(
-    eps: float, input: Tensor, mean: Tensor | None = None, variance: Tensor | None = None
-) -> Tensor:
-    return functional.batch_norm(input, mean, variance, training=mean is None, eps=eps)
-
-
-def _instance_norm(
-    eps: float, dimensions: int, input: Tensor, mean: Tensor | None = None, variance: Tensor | None = None
-) -> Tensor:
-    batched = input if input.dim() == dimensions + 2 else input[None]
-    result = functional.instance_norm(batched, mean, variance, use_input_stats=mean is None, eps=eps)
-    return result.view_as(input)

@@ -31,11 +31,11 @@ class Affine(Transfer):
         """The input as rows `[groups, samples, features]`, the ones column left out."""
         raise NotImplementedError(f"{type(self).__name__} does not form its rows")
 
-    def kernel(self) -> Tensor:
+    def sample_gram(self) -> Tensor:
         """`K = AAᵀ`; the ones column adds 1 to every entry."""
-        return self._kernel(self.rows())
+        return self._sample_gram(self.rows())
 
-    def _kernel(self, A: Tensor) -> Tensor:
+    def _sample_gram(self, A: Tensor) -> Tensor:
         groups, samples, _, _ = self.sizes
         K = square(A) if self.weight_shape else A.new_zeros(groups, samples, samples, dtype=wide(A))
         return K.add_(1.0) if self.bias else K

@@ -1,15 +1,17 @@
 """Any module that is linear in its parameters, through its own forward and autograd's backward."""
 
-import copy
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from proxprop.solvers import MATRIX_FREE, Sizes
-from proxprop.transfer.transfer import Parameters, Transfer
+from proxprop.transfer.transfer import LayerCall, Parameters, Shapes, Transfer
 
 
 class AutogradTransfer(Transfer):
@@ -19,7 +21,7 @@ class AutogradTransfer(Transfer):
     stacked. Conjugate gradients then take one step length for the whole module.
 
     Args:
-        module: a plain module (its forward is its own, without hooks); see `twin`.
+        module: a plain module (its forward is its own, without hooks), whose buffers may be changed.
         arguments: what it was called with, in the precision to solve in.
         keywords: likewise.
         shapes: shape of every parameter by name, None for one that is not trained.
@@ -82,26 +84,57 @@ class AutogradTransfer(Transfer):
         return tuple(next(following) if shape is not None else None for shape in self.shapes.values())
 
 
-def twin(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """A copy of the module that shares its parameters but not its buffers, is of class `kind`, and plain inside.
+def copied(module: nn.Module) -> nn.Module:
+    """A copy of the module that shares its parameters but not its buffers.
 
-    It has no hooks of its own; those of modules inside it stay. Replacing parameters in the twin never shows in
+    It has no hooks of its own; those of modules inside it stay. Replacing parameters in the copy never shows in
     the module, so threads do not meet.
     """
     shared: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
-    copied = copy.deepcopy(module, shared)
-    for part in list(copied.modules())[1:]:
-        abandon: Any = getattr(part, "_abandon", None)
-        if abandon is not None:  # a proximal layer, whose gradient would be a direction
-            abandon()
-    _clear_hooks(copied)
-    copied.__class__ = kind
-    return copied
+    copy = deepcopy(module, shared)
+    _clear_hooks(copy)
+    return copy
 
 
 def _clear_hooks(module: nn.Module) -> None:
     for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
         hooks.clear()
+
+
+TENSOR = object()
+"""Stands in a call's arguments where one of its saved tensors goes."""
+
+
+@dataclass(frozen=True, eq=False)
+class AutogradCall(LayerCall):
+    """A call of any module that is linear in its parameters.
+
+    Attributes:
+        module: the plain copy of the module that was called.
+        leaves: its arguments, flattened, with `TENSOR` for each tensor.
+        structure: how they were nested.
+    """
+
+    module: nn.Module
+    leaves: Sequence[Any]
+    structure: TreeSpec
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any]
+    ) -> tuple["AutogradCall", list[Tensor]]:
+        """The call of a plain module with these arguments, and the tensors among them."""
+        leaves, structure = tree_flatten((tuple(arguments), dict(keywords)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return cls(module, [TENSOR if isinstance(x, Tensor) else x for x in leaves], structure), tensors
+
+    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> AutogradTransfer:
+        """The transfer of this call."""
+        following = iter(inputs)
+        filled = [next(following) if leaf is TENSOR else leaf for leaf in self.leaves]
+        arguments, keywords = tree_unflatten(filled, self.structure)
+        named = dict(zip((name for name, _ in self.module.named_parameters()), shapes, strict=True))
+        return AutogradTransfer(copied(self.module), arguments, keywords, named, like.dtype)
 
 
 def check_linear(module: nn.Module, *arguments: Any, **keywords: Any) -> None:
@@ -122,7 +155,7 @@ def check_linear(module: nn.Module, *arguments: Any, **keywords: Any) -> None:
         ValueError: Sequential is not linear in its parameters: ...
     """
     name = type(module).__name__
-    plain = twin(module, type(module))
+    plain = copied(module)
 
     def phi(parameters: Mapping[str, Tensor]) -> Tensor:
         result = functional_call(plain, dict(parameters), arguments, keywords)

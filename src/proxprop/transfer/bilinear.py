@@ -1,12 +1,15 @@
 """Bilinear layers: a row is the outer product of two inputs."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from proxprop.solvers import Sizes
 from proxprop.transfer.affine import Affine
-from proxprop.transfer.transfer import Parameters
+from proxprop.transfer.transfer import LayerCall, Parameters, Shapes
 
 
 class BilinearTransfer(Affine):
@@ -41,10 +44,10 @@ class BilinearTransfer(Affine):
             return self.left[None, :, :0]
         return (self.left[:, :, None] * self.right[:, None, :]).flatten(1)[None]
 
-    def kernel(self) -> Tensor:
+    def sample_gram(self) -> Tensor:
         """`K = (XXᵀ)∘(YYᵀ)`: products of inner products, without forming the rows."""
         if self.weight_shape is None:
-            return super().kernel()
+            return super().sample_gram()
         K = (self.left @ self.left.mT).mul_(self.right @ self.right.mT)[None]
         return K.add_(1.0) if self.bias else K
 
@@ -63,3 +66,20 @@ class BilinearTransfer(Affine):
         if self.weight_shape is not None:
             weight = torch.einsum("so,si,sj->oij", G, self.left, self.right)
         return weight, G.sum(0) if self.bias else None
+
+
+@dataclass(frozen=True)
+class BilinearCall(LayerCall):
+    """A call of a bilinear layer."""
+
+    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> BilinearTransfer:
+        """The transfer of this call."""
+        (left, right), (weight, bias) = inputs, shapes
+        return BilinearTransfer(left, right, like.shape, weight, bias is not None)
+
+    def layout(self, shapes: Shapes) -> BilinearTransfer:
+        """The transfer without samples."""
+        weight, bias = shapes
+        outputs, left, right = (bias[0] if bias else 0, 1, 1) if weight is None else weight
+        meta = torch.empty(0, device="meta")
+        return self.transfer((meta.view(0, left), meta.view(0, right)), meta.view(0, outputs), shapes)

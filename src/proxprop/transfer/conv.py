@@ -1,6 +1,6 @@
 """Convolutions in one, two and three dimensions: every position of an image is a sample, its patch a row."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -11,48 +11,13 @@ from torch.nn import functional, grad
 from proxprop import tuning
 from proxprop.solvers import Sizes
 from proxprop.solvers.matmul import transposed_product, transposed_square, wide
-from proxprop.transfer import gram_autocorrelation, gram_image_rows
 from proxprop.transfer.affine import Affine
-from proxprop.transfer.transfer import Parameters
+from proxprop.transfer.conv_geometry import ConvGeometry, patch_sums
+from proxprop.transfer.conv_gram import GramMethod, choose
+from proxprop.transfer.transfer import LayerCall, Parameters, Shapes
 
 CONVOLVE = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 WEIGHT_GRADIENT = {1: grad.conv1d_weight, 2: grad.conv2d_weight, 3: grad.conv3d_weight}
-
-MULTIPLY_ROWS = ("cuda",)
-"""Devices where products of image rows make S: a transform takes a GPU more launches, and a CPU fewer FLOPs."""
-
-
-@dataclass(frozen=True)
-class ConvGeometry:
-    """How a convolution walks over its input; one entry a spatial dimension.
-
-    `padding` holds (before, after) pairs, so that 'same' with an even kernel fits in; `mode` is how the
-    border is filled, in the words of `torch.nn.functional.pad`.
-    """
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-    mode: str
-    groups: int
-
-    def pad(self, input: Tensor) -> Tensor:
-        """The input with its border filled."""
-        if not any(before or after for before, after in self.padding):
-            return input
-        last_dimension_first = [width for pair in reversed(self.padding) for width in pair]
-        return functional.pad(input, last_dimension_first, self.mode)
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """The padding before each dimension, which is the padding after it where `pads_by_kernel`."""
-        return tuple(before for before, _ in self.padding)
-
-    @property
-    def pads_by_kernel(self) -> bool:
-        """Whether the convolution kernel itself can pad: zeros, as many before as after."""
-        return self.mode == "constant" and all(before == after for before, after in self.padding)
 
 
 class ConvTransfer(Affine):
@@ -62,7 +27,7 @@ class ConvTransfer(Affine):
         input: `[batch, channels, *space]` or unbatched `[channels, *space]`, in the precision to solve in, or in
             bfloat16 where that is what it came in, as in `LinearTransfer`.
         output_shape: shape of the layer's output.
-        weight_shape: `[groups·outputs, channels/groups, *kernel]`, or None where the weight is not trained.
+        weight_shape: `[groups·outputs, channels/groups, *filter_size]`, or None where the weight is not trained.
         bias: whether there is a bias to train.
         geometry: stride, padding and the rest.
     """
@@ -76,49 +41,48 @@ class ConvTransfer(Affine):
         geometry: ConvGeometry,
     ) -> None:
         super().__init__(weight_shape, bias)
-        self.dimensions = len(geometry.kernel)
+        self.dimensions = len(geometry.filter_size)
         self.output_shape = output_shape
         self.coarse = input.dtype == torch.bfloat16
         channels, *positions = output_shape[-self.dimensions - 1 :]
         self.batched = input if input.dim() == self.dimensions + 2 else input[None]
-        if not geometry.pads_by_kernel:  # done once, so that all that follows may leave padding to the kernel
+        if not geometry.pads_evenly:  # done once, so that all that follows may leave padding to torch
             self.batched = geometry.pad(self.batched)
             geometry = replace(geometry, padding=((0, 0),) * self.dimensions, mode="constant")
         self.geometry = geometry
         batch = self.batched.shape[0]
-        inputs = self.batched.shape[1] // geometry.groups * prod(geometry.kernel) if weight_shape else 0
+        inputs = self.batched.shape[1] // geometry.groups * prod(geometry.filter_size) if weight_shape else 0
         self.sizes = Sizes(
             geometry.groups, batch * prod(positions), inputs + bias, channels // geometry.groups
         )
         self.batched_shape = torch.Size([batch, channels, *positions])
+        self._chosen: GramMethod | None = None
 
     def rows(self) -> Tensor:
-        """The unfolded patches `[groups, batch·positions, channels/groups·kernel]`."""
+        """The unfolded patches `[groups, batch·positions, channels/groups·taps]`."""
         if self.weight_shape is None:
             return self.batched.new_empty(self.sizes.groups, self.sizes.samples, 0)
         return self._channels_first(self._unfold(self._padded()), 2)
 
-    def kernel(self) -> Tensor:
+    def sample_gram(self) -> Tensor:
         """`K = AAᵀ`, for which any order of the features will do."""
-        return self._kernel(self._unfold(self._padded()) if self.weight_shape else self.rows())
+        return self._sample_gram(self._unfold(self._padded()) if self.weight_shape else self.rows())
 
     def gram(self) -> Tensor:
         """`S = AᵀA`, from products of image rows, from autocorrelations, or from patches of some images at a time."""
         groups, samples, _, _ = self.sizes
         if self.weight_shape is None:
             return self.batched.new_full((groups, 1, 1), float(samples), dtype=wide(self.batched))
-        if self._bands():
-            S = gram_image_rows.gram(self.batched, *self._axes())[None]
-            return self._border(S, gram_image_rows.sums(self.batched, *self._axes())) if self.bias else S
-        if self._correlates():
-            image, walks = self._widened().unflatten(1, (groups, -1)), self._walks()
-            S = gram_autocorrelation.gram(image, walks)
-            return self._border(S, gram_autocorrelation.sums(image, walks)) if self.bias else S
+        form = self._method().gram
+        if form is not None:
+            x, axes = self.batched.unflatten(1, (groups, -1)), self.geometry.axes(self.batched.shape[2:])
+            S = form(x, axes)
+            return self._border(S, patch_sums(x, axes)) if self.bias else S
         return self._from_patches()[0]
 
     def normal_equations(self, G: Tensor) -> tuple[Tensor, Parameters]:
         """S and the gradient, from the same patches where those are what S comes from, in bfloat16."""
-        if self.weight_shape is None or not self._takes_patches() or self._bands() or self._correlates():
+        if self.weight_shape is None or not self._takes_patches() or self._method().gram is not None:
             return super().normal_equations(G)
         G = G.reshape(self.batched_shape)
         S, weight = self._from_patches(G)
@@ -237,73 +201,28 @@ class ConvTransfer(Affine):
 
     def gram_flops(self) -> float | None:
         """FLOPs of S where it does not come from patches."""
-        if self.weight_shape is None:
-            return None
-        batch, channels = self.batched.shape[:2]
-        if self._bands():
-            return gram_image_rows.flops(*self._axes(), batch, channels)
-        return self._transform_flops() if self._correlates() else None
+        return self._method().flops if self.weight_shape else None
 
     def gram_price(self) -> float:
         """High for transforms on a GPU."""
-        transforms = self.weight_shape is not None and not self._bands() and self._correlates()
-        return self._transform_price() if transforms and self.batched.is_cuda else 1.0
+        return self._method().price if self.weight_shape else 1.0
+
+    def gram_method(self) -> str:
+        """Image rows, autocorrelation or patches."""
+        return self._method().name if self.weight_shape else super().gram_method()
+
+    def _method(self) -> GramMethod:
+        """How S is formed, chosen once."""
+        if self._chosen is None:
+            self._chosen = self._choose()
+        return self._chosen
+
+    def _choose(self) -> GramMethod:
+        return choose(self.batched, self.geometry, self.sizes)
 
     def own_price(self) -> float:
         """Higher on a GPU."""
         return tuning.OWN_PRICE_ON_A_GPU if self.batched.is_cuda else 1.0
-
-    def _bands(self) -> bool:
-        """Whether S comes from products of image rows: on a GPU, for rows so short that launches are what counts."""
-        g = self.geometry
-        if self.dimensions != 2 or g.groups != 1 or g.dilation != (1, 1) or prod(g.kernel) == 1:
-            return False
-        if self.batched.device.type not in MULTIPLY_ROWS or self._is_stand_in():
-            return False
-        return self.batched.shape[1] * self.batched.shape[3] <= tuning.IMAGE_ROWS_MOST_NUMBERS
-
-    def _axes(self) -> tuple[gram_image_rows.Axis, gram_image_rows.Axis]:
-        """How the kernel walks down and across."""
-        g = self.geometry
-        height, width = zip(self.batched.shape[2:], g.kernel, g.stride, g.widths, strict=True)
-        return gram_image_rows.Axis(*height), gram_image_rows.Axis(*width)
-
-    def _correlates(self) -> bool:
-        """Whether S comes from autocorrelations; torch.compile can't generate code for complex numbers."""
-        if self._is_stand_in() or any(step != 1 for step in self.geometry.stride):
-            return False
-        groups, samples, features, _ = self.sizes
-        if (
-            self.batched.device.type == "cpu"
-            and groups * samples * features <= tuning.CPU_PATCHES_MOST_NUMBERS
-        ):
-            return False
-        return gram_autocorrelation.applies(self._walks()) and not (self.coarse and self._patches_pay())
-
-    def _patches_pay(self) -> bool:
-        """Whether products of bfloat16 patches are faster than a transform, for which they are copied to float32."""
-        groups, samples, features, _ = self.sizes
-        return 2.0 * groups * samples * features**2 < self._transform_price() * self._transform_flops()
-
-    def _transform_flops(self) -> float:
-        (batch, channels), groups = self.batched.shape[:2], self.sizes.groups
-        return gram_autocorrelation.flops(self._walks(), batch, groups, channels // groups)
-
-    def _transform_price(self) -> float:
-        return tuning.TRANSFORM_PRICE_IN_BFLOAT16 if self.coarse else tuning.TRANSFORM_PRICE_ON_A_GPU
-
-    def _is_stand_in(self) -> bool:
-        """Whether this is a trace, or a tensor without numbers, rather than a call."""
-        return torch.compiler.is_compiling() or type(self.batched) is not Tensor or self.batched.is_meta
-
-    def _walks(self) -> list[gram_autocorrelation.Walk]:
-        """How the kernel walks over each spatial dimension."""
-        g = self.geometry
-        sizes = self.batched.shape[2:]
-        return [
-            gram_autocorrelation.Walk(*axis)
-            for axis in zip(sizes, g.kernel, g.dilation, g.widths, strict=True)
-        ]
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Some images at a time, and their patches."""
@@ -338,22 +257,22 @@ class ConvTransfer(Affine):
         if reverse:
             windows = windows.flip(list(range(2 + d, 2 + 2 * d)))
         patches: Tensor = windows.unflatten(1, (g.groups, -1))
-        positions, kernel = range(3, 3 + d), range(3 + d, 3 + 2 * d)
-        patches = patches.permute(1, 0, *positions, *((*kernel, 2) if self.coarse else (2, *kernel)))
+        positions, taps = range(3, 3 + d), range(3 + d, 3 + 2 * d)
+        patches = patches.permute(1, 0, *positions, *((*taps, 2) if self.coarse else (2, *taps)))
         return patches.reshape(g.groups, -1, self.sizes.features - self.bias)
 
     def _channels_first(self, array: Tensor, dim: int) -> Tensor:
         """Features in the order of a weight, from that of patches."""
         if not self.coarse:
             return array
-        split: Tensor = array.unflatten(dim, (prod(self.geometry.kernel), -1))
+        split: Tensor = array.unflatten(dim, (prod(self.geometry.filter_size), -1))
         return split.transpose(dim, dim + 1).flatten(dim, dim + 1)
 
     def _windows(self, padded: Tensor, stride: tuple[int, ...]) -> Tensor:
-        """Views `[batch, channels, *positions, *kernel]` of a padded input `[batch, channels, *space]`."""
+        """Views `[batch, channels, *positions, *taps]` of a padded input `[batch, channels, *space]`."""
         g = self.geometry
         for axis in range(self.dimensions):
-            reach = g.dilation[axis] * (g.kernel[axis] - 1) + 1
+            reach = g.dilation[axis] * (g.filter_size[axis] - 1) + 1
             padded = padded.unfold(2 + axis, reach, stride[axis])[..., :: g.dilation[axis]]
         return padded
 
@@ -361,3 +280,32 @@ class ConvTransfer(Affine):
 def _by_position(G: Tensor) -> Tensor:
     """`[batch·positions, outputs]` of `[batch, outputs, *positions]`."""
     return G.flatten(2).mT.reshape(-1, G.shape[1])
+
+
+@dataclass(frozen=True)
+class ConvCall(LayerCall):
+    """A call of a convolution."""
+
+    geometry: ConvGeometry
+    takes_bfloat16 = True
+
+    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> ConvTransfer:
+        """The transfer of this call."""
+        (input,), (weight, bias) = inputs, shapes
+        return ConvTransfer(input, like.shape, weight, bias is not None, self.geometry)
+
+    def layout(self, shapes: Shapes) -> ConvTransfer:
+        """The transfer without images."""
+        weight, bias = shapes
+        g = self.geometry
+        channels, outputs = g.groups, bias[0] if bias else 0
+        if weight is not None:
+            channels, outputs = self._channels(weight)
+        space = [sum(p) + e * k for p, e, k in zip(g.padding, g.dilation, g.filter_size, strict=True)]
+        image = torch.empty(0, channels, *space, device="meta")
+        output = torch.empty(0, outputs, *[1] * len(space), device="meta")
+        return self.transfer((image,), output, shapes)
+
+    def _channels(self, weight: torch.Size) -> tuple[int, int]:
+        """Channels of the input and of the output."""
+        return weight[1] * self.geometry.groups, weight[0]

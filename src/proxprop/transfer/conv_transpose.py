@@ -1,13 +1,16 @@
 """Transposed convolutions: a convolution of the input with zeros between its entries."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxprop.transfer.conv import WEIGHT_GRADIENT, ConvTransfer
-from proxprop.transfer.transfer import Parameters
+from proxprop.transfer.conv import WEIGHT_GRADIENT, ConvCall, ConvTransfer
+from proxprop.transfer.conv_gram import GramMethod, from_patches
+from proxprop.transfer.transfer import Parameters, Shapes
 
 CONVOLVE_TRANSPOSED = {
     1: functional.conv_transpose1d,
@@ -24,7 +27,7 @@ class ConvTransposeTransfer(ConvTransfer):
 
     Args:
         input, output_shape, bias, geometry: as for `ConvTransfer`.
-        weight_shape: `[channels, outputs, *kernel]`, or None where the weight is not trained.
+        weight_shape: `[channels, outputs, *filter_size]`, or None where the weight is not trained.
     """
 
     def output(self, parameters: Parameters) -> Tensor:
@@ -50,13 +53,8 @@ class ConvTransposeTransfer(ConvTransfer):
         """A weight is laid out in another way here."""
         return False
 
-    def _correlates(self) -> bool:
-        """Not worth it: most of the spread-out input is zeros."""
-        return False
-
-    def _bands(self) -> bool:
-        """Nor this."""
-        return False
+    def _choose(self) -> GramMethod:
+        return from_patches("most of the spread-out input is zeros")
 
     def _padded(self, images: slice = slice(None)) -> Tensor:
         """The input spread out by the stride, with the border that makes every output position a patch."""
@@ -70,7 +68,7 @@ class ConvTransposeTransfer(ConvTransfer):
         entries.copy_(batched)
         borders = []
         for axis in reversed(range(self.dimensions)):
-            reach = g.dilation[axis] * (g.kernel[axis] - 1)
+            reach = g.dilation[axis] * (g.filter_size[axis] - 1)
             before, after = (reach - width for width in g.padding[axis])
             borders += [before, after + self._extra()[axis]]
         return functional.pad(result, borders)
@@ -81,7 +79,7 @@ class ConvTransposeTransfer(ConvTransfer):
         inputs, outputs = self.batched.shape[2:], self.batched_shape[2:]
         return [
             outputs[i]
-            - ((inputs[i] - 1) * g.stride[i] - sum(g.padding[i]) + g.dilation[i] * (g.kernel[i] - 1) + 1)
+            - ((inputs[i] - 1) * g.stride[i] - sum(g.padding[i]) + g.dilation[i] * (g.filter_size[i] - 1) + 1)
             for i in range(self.dimensions)
         ]
 
@@ -95,11 +93,24 @@ class ConvTransposeTransfer(ConvTransfer):
 
     def _columns(self, weight: Tensor) -> Tensor:
         groups, _, _, outputs = self.sizes
-        split = weight.reshape(groups, -1, outputs, prod(self.geometry.kernel))
+        split = weight.reshape(groups, -1, outputs, prod(self.geometry.filter_size))
         return split.transpose(2, 3).flatten(1, 2)
 
     def _weight(self, columns: Tensor) -> Tensor:
         assert self.weight_shape is not None
         groups, _, _, outputs = self.sizes
-        split = columns.reshape(groups, -1, prod(self.geometry.kernel), outputs)
+        split = columns.reshape(groups, -1, prod(self.geometry.filter_size), outputs)
         return split.transpose(2, 3).reshape(self.weight_shape)
+
+
+@dataclass(frozen=True)
+class ConvTransposeCall(ConvCall):
+    """A call of a transposed convolution."""
+
+    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> ConvTransposeTransfer:
+        """The transfer of this call."""
+        (input,), (weight, bias) = inputs, shapes
+        return ConvTransposeTransfer(input, like.shape, weight, bias is not None, self.geometry)
+
+    def _channels(self, weight: torch.Size) -> tuple[int, int]:
+        return weight[0], weight[1] * self.geometry.groups

@@ -1,11 +1,14 @@
 """Embedding tables: a row of A holds a 1 at the entry that was looked up."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from proxprop.solvers import DIAGONAL, SAMPLE, Sizes
-from proxprop.transfer.transfer import Parameters, Transfer
+from proxprop.transfer.transfer import LayerCall, Parameters, Shapes, Transfer
 
 
 class Table(Transfer):
@@ -125,7 +128,7 @@ class EmbeddingBagTransfer(Table):
         """Each bag's G, weighted, summed into its items' entries."""
         return (self._scatter(self.index, G[self.bag] * self.coefficients[:, None]),)
 
-    def kernel(self) -> Tensor:
+    def sample_gram(self) -> Tensor:
         """`K = AAᵀ` from the columns of A that are not zero: no more than there are items."""
         order = self.index.argsort()
         ranked = self.index[order]
@@ -149,3 +152,51 @@ class EmbeddingBagTransfer(Table):
             return torch.arange(self.bags, device=index.device).repeat_interleave(index.shape[1])
         items = torch.arange(index.numel(), device=index.device)
         return torch.searchsorted(offsets[: self.bags].contiguous(), items, right=True) - 1
+
+
+@dataclass(frozen=True)
+class EmbeddingCall(LayerCall):
+    """A call of an embedding; `padding` and `sparse` as in `EmbeddingTransfer`."""
+
+    padding: int | None
+    sparse: bool
+
+    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> EmbeddingTransfer:
+        """The transfer of this call."""
+        (index,), (table,) = inputs, shapes
+        assert table is not None
+        return EmbeddingTransfer(index, like, table, self.padding, self.sparse)
+
+    def layout(self, shapes: Shapes) -> EmbeddingTransfer:
+        """The transfer without samples."""
+        (table,) = shapes
+        assert table is not None
+        index = torch.empty(0, dtype=torch.long, device="meta")
+        return self.transfer((index,), torch.empty(0, table[1], device="meta"), shapes)
+
+
+@dataclass(frozen=True)
+class EmbeddingBagCall(LayerCall):
+    """A call of an embedding of bags; `mean`, `padding` and `sparse` as in `EmbeddingBagTransfer`.
+
+    Attributes:
+        has_offsets: whether offsets come behind the index.
+        has_weights: whether weights of samples come last.
+    """
+
+    has_offsets: bool
+    has_weights: bool
+    mean: bool
+    padding: int | None
+    sparse: bool
+
+    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> EmbeddingBagTransfer:
+        """The transfer of this call."""
+        index, *others = inputs
+        offsets = others[0] if self.has_offsets else None
+        weights = others[-1] if self.has_weights else None
+        (table,) = shapes
+        assert table is not None
+        return EmbeddingBagTransfer(
+            index, offsets, weights, like, table, self.mean, self.padding, self.sparse
+        )

@@ -7,13 +7,12 @@ For taps i, j of one dimension, `S[i, j] = Σ_o x[o + e·i − p]·x[o + e·j �
 
 The first sum is an autocorrelation, had from a Fourier transform; the other two touch the first and the last Q entries
 only. In several dimensions each is a sum over all positions, the first, or the last ones, so S is a signed sum over all
-combinations, each of them exact. Unfolding costs `kernel²` products an input entry; this costs about one.
+combinations, each of them exact. Unfolding costs `taps²` products an input entry; this costs about one.
 
-Shapes: input `[batch, groups, channels, *space]`; S `[groups, channels·kernel, channels·kernel]`.
+Shapes: input `[batch, groups, channels, *space]`; S `[groups, channels·taps, channels·taps]` for all taps of a filter.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import log2, pi, prod
 
@@ -21,72 +20,39 @@ import torch
 from torch import Tensor
 
 from proxprop import tuning
+from proxprop.solvers.matmul import wide
+from proxprop.transfer.conv_geometry import Axis
 
 
-@dataclass(frozen=True)
-class Walk:
-    """How a convolution walks along one dimension, at stride 1 and with zeros beyond the border."""
-
-    size: int
-    kernel: int
-    dilation: int
-    padding: int
-
-    @property
-    def border(self) -> int:
-        """Q: how many entries at either end some output position does not reach."""
-        return max(0, self.dilation * (self.kernel - 1) - self.padding)
-
-    @property
-    def outputs(self) -> int:
-        """How many output positions there are."""
-        return self.size + 2 * self.padding - self.dilation * (self.kernel - 1)
-
-    @property
-    def transform(self) -> int:
-        """Length of a Fourier transform in which no lag wraps around: even, and a product of 2, 3 and 5."""
-        length = self.size + self.dilation * (self.kernel - 1)
-        while length % 2 or not _smooth(length):
-            length += 1
-        return length
-
-    def lags(self) -> Tensor:
-        """Distances between two taps."""
-        return self.dilation * torch.arange(1 - self.kernel, self.kernel)
-
-    def taps(self) -> Tensor:
-        """How products enter S `[tap·tap, products]`: by lag; less those of first and of last entries."""
-        i, j = torch.arange(self.kernel)[:, None, None], torch.arange(self.kernel)[None, :, None]
-        by_lag = (j - i == torch.arange(1 - self.kernel, self.kernel)).double().flatten(0, 1)
-        r, s = torch.arange(self.border)[:, None], torch.arange(self.border)[None, :]
-        i, j = i[..., None], j[..., None]
-        same_lag = s - r == self.dilation * (j - i)
-        first = (same_lag & (r < self.dilation * i - self.padding)).double().flatten(2).flatten(0, 1)
-        last = (same_lag & (r >= self.dilation * i)).double().flatten(2).flatten(0, 1)
-        return torch.cat([by_lag, -first, -last], dim=1)
-
-    def windows(self) -> Tensor:
-        """Which entries each tap sees `[tap, entry]`."""
-        position = torch.arange(self.size) + self.padding - self.dilation * torch.arange(self.kernel)[:, None]
-        return ((position >= 0) & (position < self.outputs)).double()
+def border(axis: Axis) -> int:
+    """Q: how many entries at either end some output position does not reach."""
+    return max(0, axis.dilation * (axis.taps - 1) - axis.padding)
 
 
-def applies(walks: list[Walk]) -> bool:
-    """Whether the formula holds (the first and the last entries lie in the image) and there is a kernel at all."""
-    return prod(w.kernel for w in walks) > 1 and all(w.size >= w.border and w.outputs > 0 for w in walks)
+def transform(axis: Axis) -> int:
+    """Length of a Fourier transform in which no lag wraps around: even, and a product of 2, 3 and 5."""
+    length = axis.size + axis.dilation * (axis.taps - 1)
+    while length % 2 or not _smooth(length):
+        length += 1
+    return length
 
 
-def flops(walks: list[Walk], batch: int, groups: int, channels: int) -> float:
+def applies(axes: list[Axis]) -> bool:
+    """Whether the formula holds: the stride is 1, and the first and the last entries lie in the image."""
+    return all(axis.stride == 1 and axis.size >= border(axis) and axis.outputs > 0 for axis in axes)
+
+
+def flops(walks: list[Axis], batch: int, groups: int, channels: int) -> float:
     """FLOPs of the largest part: transforms, products for each frequency, and the inverse at the lags."""
-    points = prod(w.transform for w in walks)
+    points = prod(transform(w) for w in walks)
     transforms = 2.5 * batch * channels * points * log2(points)
     products = 3.0 * batch * channels**2 * points
-    inverse = 2.0 * channels**2 * points * prod(2 * w.kernel - 1 for w in walks)
-    taps = 20.0 * (channels * prod(w.kernel for w in walks)) ** 2  # S is moved a few times; counted as FLOPs
+    inverse = 2.0 * channels**2 * points * prod(2 * w.taps - 1 for w in walks)
+    taps = 20.0 * (channels * prod(w.taps for w in walks)) ** 2  # S is moved a few times; counted as FLOPs
     return groups * (transforms + products + inverse + taps)
 
 
-def gram(x: Tensor, walks: list[Walk]) -> Tensor:
+def gram(x: Tensor, walks: list[Axis]) -> Tensor:
     """`S = AᵀA` of the patches of x, the ones column left out.
 
     Args:
@@ -94,29 +60,20 @@ def gram(x: Tensor, walks: list[Walk]) -> Tensor:
         walks: one a spatial dimension.
 
     Returns:
-        S `[groups, channels·kernel, channels·kernel]`.
+        S `[groups, channels·taps, channels·taps]`.
     """
-    groups, channels = x.shape[1:3]
+    x, (groups, channels) = x.to(wide(x)), x.shape[1:3]
     S = _products(x.transpose(0, 1), walks, ())
     for axis, walk in enumerate(walks):
-        S = torch.movedim(torch.tensordot(_taps(walk, x.dtype, x.device), S, ([1], [1 + axis])), 0, 1 + axis)
-    taps = [size for walk in walks for size in (walk.kernel, walk.kernel)]
-    S = S.reshape(groups, *taps, channels, channels)
-    first, second = (range(start, 1 + len(taps), 2) for start in (1, 2))
-    features = channels * prod(walk.kernel for walk in walks)
+        S = torch.movedim(torch.tensordot(_signs(walk, x.dtype, x.device), S, ([1], [1 + axis])), 0, 1 + axis)
+    pairs = [size for walk in walks for size in (walk.taps, walk.taps)]
+    S = S.reshape(groups, *pairs, channels, channels)
+    first, second = (range(start, 1 + len(pairs), 2) for start in (1, 2))
+    features = channels * prod(walk.taps for walk in walks)
     return S.permute(0, -2, *first, -1, *second).reshape(groups, features, features)
 
 
-def sums(x: Tensor, walks: list[Walk]) -> Tensor:
-    """Column sums of the patches `[groups, channels·kernel]`."""
-    total = x.sum(0)
-    for axis, walk in enumerate(walks):
-        seen = torch.tensordot(total, _windows(walk, x.dtype, x.device), ([2 + axis], [1]))
-        total = seen.movedim(-1, 2 + axis)
-    return total.flatten(1)
-
-
-def _products(x: Tensor, walks: list[Walk], at_edge: tuple[bool, ...]) -> Tensor:
+def _products(x: Tensor, walks: list[Axis], at_edge: tuple[bool, ...]) -> Tensor:
     """All products that S is made of.
 
     Args:
@@ -126,17 +83,18 @@ def _products(x: Tensor, walks: list[Walk], at_edge: tuple[bool, ...]) -> Tensor
             S takes off, or those of all its entries; the other dimensions are still to be chosen.
 
     Returns:
-        `[groups, *products of each dimension, channels, channels]`, in the order of `Walk.taps`.
+        `[groups, *products of each dimension, channels, channels]`, in the order of `_signs`.
     """
     axis = len(at_edge)
     if axis < len(walks):
-        choices = [False, True] if walks[axis].border else [False]
+        choices = [False, True] if border(walks[axis]) else [False]
         return torch.cat([_products(x, walks, (*at_edge, choice)) for choice in choices], dim=1 + axis)
     whole = [axis for axis, edge in enumerate(at_edge) if not edge]
     edges = [axis for axis, edge in enumerate(at_edge) if edge]
     for axis in edges:  # both sides at once, as groups
         walk = walks[axis]
-        sides = [x.narrow(3 + axis, start, walk.border) for start in (0, walk.size - walk.border)]
+        width = border(walk)
+        sides = [x.narrow(3 + axis, start, width) for start in (0, walk.size - width)]
         x = torch.cat(sides)
     # Entries at an edge are told apart, like channels; along the other dimensions only lags matter.
     x = x.permute(0, 1, *(3 + axis for axis in edges), 2, *(3 + axis for axis in whole))
@@ -164,7 +122,7 @@ def _by_dimension(found: Tensor, whole: list[int], edges: list[int]) -> Tensor:
     return found.permute(*order, *channels).reshape(*sizes, found.shape[-1], found.shape[-1])
 
 
-def _correlations(x: Tensor, walks: list[Walk]) -> Tensor:
+def _correlations(x: Tensor, walks: list[Axis]) -> Tensor:
     """`Σ_b Σ_u x[b, c, u]·x[b, c', u + lag]` for all lags between taps.
 
     Args:
@@ -184,10 +142,10 @@ def _correlations(x: Tensor, walks: list[Walk]) -> Tensor:
     odd = cross - cross.mT
     cosine, sine = _inverse(tuple(walks), x.dtype, x.device)
     found = cosine @ even.flatten(2) - sine @ odd.flatten(2)
-    return found.reshape(groups, *(2 * w.kernel - 1 for w in walks), channels, channels)
+    return found.reshape(groups, *(2 * w.taps - 1 for w in walks), channels, channels)
 
 
-def _transformed(x: Tensor, walks: list[Walk]) -> Tensor:
+def _transformed(x: Tensor, walks: list[Axis]) -> Tensor:
     """The spectrum `[groups, frequencies (last dimension first), channels, (real | imaginary)·batch]`."""
     lengths, half = _lengths(walks)
     dimensions = range(3, x.dim())
@@ -196,12 +154,12 @@ def _transformed(x: Tensor, walks: list[Walk]) -> Tensor:
     return stacked.reshape(len(x), prod(half), x.shape[2], -1)
 
 
-def _multiplied(x: Tensor, walks: list[Walk]) -> Tensor:
+def _multiplied(x: Tensor, walks: list[Axis]) -> Tensor:
     """The same by products with cosines and sines: each turns its result into the layout that the next one needs."""
     groups, batch, channels = x.shape[:3]
     last, *others = reversed(walks)
     entries = x.permute(0, *range(3, x.dim()), 1, 2).reshape(-1, last.size, batch * channels)
-    half = last.transform + 2  # of the frequencies, for x is real
+    half = transform(last) + 2  # of the frequencies, for x is real
     waves = _waves(last, x.dtype, x.device)[:half, : last.size]
     found = torch.bmm(waves.expand(len(entries), -1, -1), entries)
     for walk in others:
@@ -215,10 +173,12 @@ def _multiplied(x: Tensor, walks: list[Walk]) -> Tensor:
 
 
 @lru_cache(maxsize=tuning.GEOMETRIES)
-def _waves(walk: Walk, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _waves(walk: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A Fourier transform `[frequency · (real | imaginary), (real | imaginary) · entry]`."""
     turns = (
-        torch.arange(walk.transform)[:, None] * torch.arange(walk.size, dtype=torch.float64) / walk.transform
+        torch.arange(transform(walk))[:, None]
+        * torch.arange(walk.size, dtype=torch.float64)
+        / transform(walk)
     )
     cosine, sine = (2 * pi * turns).cos(), (2 * pi * turns).sin()
     parts = torch.cat([cosine, sine], dim=1), torch.cat([-sine, cosine], dim=1)
@@ -226,7 +186,7 @@ def _waves(walk: Walk, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=tuning.GEOMETRIES)
-def _inverse(walks: tuple[Walk, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _inverse(walks: tuple[Axis, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the inverse transform at the lags `[lags, frequencies]`, both halves of it counted.
 
     The frequencies of the last dimension come first.
@@ -234,7 +194,8 @@ def _inverse(walks: tuple[Walk, ...], dtype: torch.dtype, device: torch.device) 
     lengths, half = _lengths(walks)
     angle = torch.zeros(1, 1, dtype=torch.float64)
     for walk, length, frequencies in zip(walks, lengths, half, strict=True):
-        turns = walk.lags()[:, None] * torch.arange(frequencies, dtype=torch.float64) / length
+        lags = walk.dilation * torch.arange(1 - walk.taps, walk.taps)
+        turns = lags[:, None] * torch.arange(frequencies, dtype=torch.float64) / length
         total = angle[:, None, None, :] + 2 * pi * turns[None, :, :, None]
         angle = total.reshape(total.shape[0] * total.shape[1], -1)
     twice = torch.full((half[-1],), 2.0, dtype=torch.float64)
@@ -244,20 +205,21 @@ def _inverse(walks: tuple[Walk, ...], dtype: torch.dtype, device: torch.device) 
 
 
 @lru_cache(maxsize=tuning.GEOMETRIES)
-def _taps(walk: Walk, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`walk.taps()`, copied to a device once: a copy in every backward could not be captured in a CUDA graph."""
-    return walk.taps().to(device, dtype)
+def _signs(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """How products enter S `[tap·tap, products]`: by lag; less those of first and of last entries."""
+    i, j = torch.arange(axis.taps)[:, None, None], torch.arange(axis.taps)[None, :, None]
+    by_lag = (j - i == torch.arange(1 - axis.taps, axis.taps)).double().flatten(0, 1)
+    r, s = torch.arange(border(axis))[:, None], torch.arange(border(axis))[None, :]
+    i, j = i[..., None], j[..., None]
+    same_lag = s - r == axis.dilation * (j - i)
+    first = (same_lag & (r < axis.dilation * i - axis.padding)).double().flatten(2).flatten(0, 1)
+    last = (same_lag & (r >= axis.dilation * i)).double().flatten(2).flatten(0, 1)
+    return torch.cat([by_lag, -first, -last], dim=1).to(device, dtype)
 
 
-@lru_cache(maxsize=tuning.GEOMETRIES)
-def _windows(walk: Walk, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`walk.windows()`, copied to a device once."""
-    return walk.windows().to(device, dtype)
-
-
-def _lengths(walks: Sequence[Walk]) -> tuple[list[int], list[int]]:
+def _lengths(walks: Sequence[Axis]) -> tuple[list[int], list[int]]:
     """Transform lengths, and how many frequencies of each are kept: half of the last, since x is real."""
-    lengths = [walk.transform for walk in walks]
+    lengths = [transform(walk) for walk in walks]
     return lengths, [*lengths[:-1], lengths[-1] // 2 + 1]
 
 

@@ -1,18 +1,17 @@
 """Exact Gram matrices of small two-dimensional convolutions from products of image rows.
 
-Two taps of a kernel see image rows at most `kernel − 1` apart, so S is made of the products
+Two taps of a filter see image rows at most `taps − 1` apart, so S is made of the products
 
-    Z[u, (c, w), (d, c', w')] = Σ_b x[b, c, u, w]·x[b, c', u + d, w'],     0 ≤ d < kernel
+    Z[u, (c, w), (d, c', w')] = Σ_b x[b, c, u, w]·x[b, c', u + d, w'],     0 ≤ d < taps
 
 summed over the rows u that tap i sees, which then stand at tap `j = i + d`, and over the column pairs (w, w') that an
-output position brings together. That is one batched product `[channels·width, batch] × [batch, kernel·channels·width]`
+output position brings together. That is one batched product `[channels·width, batch] × [batch, taps·channels·width]`
 for each image row and two small products with matrices of zeros and ones, whatever the stride and the padding: few
-launches where `autocorrelation` needs many, and `width / kernel³` of the FLOPs of unfolding.
+launches where `autocorrelation` needs many, and `width / taps³` of the FLOPs of unfolding.
 
-Shapes: input `[batch, channels, height, width]`; S `[channels·kernel, channels·kernel]`.
+Shapes: input `[batch, 1, channels, height, width]`; S `[1, channels·taps, channels·taps]` for all taps of a filter.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -21,51 +20,28 @@ from torch.nn import functional
 
 from proxprop import tuning
 from proxprop.solvers.matmul import in_parts, multiply, wide
+from proxprop.transfer.conv_geometry import Axis, seen
 
 
-@dataclass(frozen=True)
-class Axis:
-    """How a convolution walks along one dimension, with zeros beyond the border."""
-
-    size: int
-    kernel: int
-    stride: int
-    padding: int
-
-    @property
-    def outputs(self) -> int:
-        """How many output positions there are."""
-        return (self.size + 2 * self.padding - self.kernel) // self.stride + 1
-
-    def windows(self) -> Tensor:
-        """Which entry each tap sees from each output position, `[positions, entries, taps]`."""
-        o, u = torch.arange(self.outputs)[:, None, None], torch.arange(self.size)[:, None]
-        return (self.stride * o + torch.arange(self.kernel) - self.padding == u).double()
-
-    def pairs(self) -> Tensor:
-        """Whether an output position brings entries u, v together at taps i, j, `[u, v, i, j]`."""
-        seen = self.windows()
-        return torch.einsum("oui,ovj->uvij", seen, seen)
-
-
-def flops(height: Axis, width: Axis, batch: int, channels: int) -> float:
+def flops(axes: list[Axis], batch: int, channels: int) -> float:
     """FLOPs of the products of rows."""
-    return 2.0 * batch * height.size * height.kernel * (channels * width.size) ** 2
+    height, width = axes
+    return 2.0 * batch * height.size * height.taps * (channels * width.size) ** 2
 
 
-def gram(x: Tensor, height: Axis, width: Axis) -> Tensor:
+def gram(x: Tensor, axes: list[Axis]) -> Tensor:
     """`S = AᵀA` of the patches of x, the ones column left out.
 
     Args:
-        x: input `[batch, channels, height, width]`, not padded.
-        height: how the convolution walks down.
-        width: how it walks across.
+        x: input `[batch, 1, channels, height, width]`, not padded.
+        axes: how the convolution walks down and across.
 
     Returns:
-        S `[channels·kernel, channels·kernel]`.
+        S `[1, channels·taps, channels·taps]`.
     """
+    x, (height, width) = x.squeeze(1), axes
     batch, channels = x.shape[:2]
-    lags, row = height.kernel, channels * width.size
+    lags, row = height.taps, channels * width.size
     numbers = max(tuning.IMAGE_ROWS_BLOCK_NUMBERS, x.numel())
     at_once = max(1, numbers // (height.size * width.size * lags * row))
 
@@ -74,11 +50,11 @@ def gram(x: Tensor, height: Axis, width: Axis) -> Tensor:
         left = left[:, : height.size * row].view(-1, height.size, channels, width.size).permute(1, 2, 3, 0)
         right = right.as_strided((height.size, len(right), lags * row), (row, right.stride(0), 1))
         blocks = [_block(some, right, height, width, numbers) for some in left.split(at_once, dim=1)]
-        S = torch.cat(blocks).reshape(channels * lags * width.kernel, -1)
+        S = torch.cat(blocks).reshape(channels * lags * width.taps, -1)
         return S if total is None else total.add_(S)
 
-    S = in_parts(product, [_rows(x, lags)], flops(height, width, batch, channels))
-    return torch.where(_upper(channels, lags, width.kernel, x.device), S, S.mT)
+    S = in_parts(product, [_rows(x, lags)], flops(axes, batch, channels))
+    return torch.where(_upper(channels, lags, width.taps, x.device), S, S.mT)[None]
 
 
 def _rows(x: Tensor, lags: int) -> Tensor:
@@ -99,10 +75,10 @@ def _block(left: Tensor, right: Tensor, height: Axis, width: Axis, numbers: int)
     Returns:
         `[c, i, i across, c', j, j across]`.
     """
-    here, lags, across = left.shape[1], height.kernel, width.kernel
-    seen = _seen(height, wide(left), left.device).mT
+    here, lags, across = left.shape[1], height.taps, width.taps
+    down = seen(height, wide(left), left.device).mT
     together = _together(width, wide(left), left.device)
-    Z = _summed_over_rows(left.flatten(1, 2), right, seen, numbers)
+    Z = _summed_over_rows(left.flatten(1, 2), right, down, numbers)
     Z = Z.view(lags, here, width.size, lags, -1, width.size).permute(0, 3, 1, 4, 2, 5)
     S = Z.reshape(-1, width.size**2) @ together
     S = S.view(lags, lags, here, -1, across, across)
@@ -122,23 +98,13 @@ def _summed_over_rows(left: Tensor, right: Tensor, seen: Tensor, numbers: int) -
     return total
 
 
-def sums(x: Tensor, height: Axis, width: Axis) -> Tensor:
-    """Column sums of the patches `[channels·kernel]`."""
-    total = x.sum(0, dtype=wide(x))
-    down, across = (_seen(axis, total.dtype, x.device) for axis in (height, width))
-    return (down.mT @ total @ across).flatten()
-
-
 @lru_cache(maxsize=tuning.GEOMETRIES)
 def _together(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Which pairs of entries each pair of taps sees `[entries·entries, taps·taps]`; on the device once."""
-    return axis.pairs().flatten(2).flatten(0, 1).to(device, dtype)
-
-
-@lru_cache(maxsize=tuning.GEOMETRIES)
-def _seen(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Which entries each tap sees `[entries, taps]`."""
-    return axis.windows().sum(0).to(device, dtype)
+    """Whether taps see entries from the same output position, `[entries·entries, taps·taps]`; on the device once."""
+    at, sees = axis.positions(), axis.seen()
+    together = at[:, None, :, None] == at[:, None, :]
+    together &= sees[:, None, :, None] & sees[:, None, :]
+    return together.flatten(2).flatten(0, 1).to(device, dtype)
 
 
 @lru_cache(maxsize=tuning.GEOMETRIES)

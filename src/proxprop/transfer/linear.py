@@ -1,5 +1,8 @@
 """Linear layers: every leading dimension of the input is samples."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -8,7 +11,7 @@ from proxprop import tuning
 from proxprop.solvers import Sizes
 from proxprop.solvers.matmul import transposed_product, wide
 from proxprop.transfer.affine import Affine
-from proxprop.transfer.transfer import Parameters
+from proxprop.transfer.transfer import LayerCall, Parameters, Shapes
 
 
 class LinearTransfer(Affine):
@@ -103,3 +106,25 @@ class LinearTransfer(Affine):
 
     def _weight(self, columns: Tensor) -> Tensor:
         return columns[0] if self.transposed else super()._weight(columns)
+
+
+@dataclass(frozen=True)
+class LinearCall(LayerCall):
+    """A call of a linear layer; `transposed` as in `LinearTransfer`."""
+
+    transposed: bool = False
+    takes_bfloat16 = True
+
+    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> LinearTransfer:
+        """The transfer of this call."""
+        (input,), (weight, bias) = inputs, shapes
+        return LinearTransfer(input, like.shape, weight, bias is not None, self.transposed)
+
+    def layout(self, shapes: Shapes) -> LinearTransfer:
+        """The transfer without samples."""
+        weight, bias = shapes
+        inputs, outputs = 1, bias[0] if bias else 0
+        if weight is not None:
+            inputs, outputs = weight if self.transposed else weight[::-1]
+        meta = torch.empty(0, device="meta")
+        return self.transfer((meta.view(0, inputs),), meta.view(0, outputs), shapes)

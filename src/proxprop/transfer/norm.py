@@ -1,11 +1,19 @@
-"""Scale and shift after a normalisation: every channel is a group with two features and one output."""
+"""Scale and shift after a normalisation: every channel is a group with two features and one output.
+
+The normalised input x̂ does not depend on γ and β, so the layer is linear in them. It is computed again in
+backward, from the input that BackProp saves as well.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from proxprop.solvers import FEATURE, MATRIX_FREE, Sizes
 from proxprop.transfer.affine import Affine
-from proxprop.transfer.transfer import Parameters
+from proxprop.transfer.transfer import LayerCall, Parameters, Shapes
 
 
 class NormTransfer(Affine):
@@ -13,7 +21,8 @@ class NormTransfer(Affine):
 
     Args:
         normalized: x̂, in the layer's layout and the precision to solve in.
-        axis: the axis that holds channels; None where γ has the shape of the last axes.
+        axis: the axis that holds channels, counted from the last where it is negative; None where γ has the shape
+            of the last axes.
         weight_shape: γ's shape, or None where it is not trained.
         bias_shape: β's shape, or None where it is not trained or not there.
     """
@@ -31,7 +40,7 @@ class NormTransfer(Affine):
         self.normalized = normalized
         shape = weight_shape or bias_shape
         assert shape is not None
-        trailing = normalized.dim() - len(shape) if axis is None else axis
+        trailing = (-len(shape) if axis is None else axis) % normalized.dim()
         self.channels = shape
         self.broadcast = [1] * trailing + list(shape) + [1] * (normalized.dim() - trailing - len(shape))
         self.sums = [i for i in range(normalized.dim()) if not trailing <= i < trailing + len(shape)]
@@ -73,3 +82,43 @@ class NormTransfer(Affine):
     def _sum(self, values: Tensor) -> Tensor:
         """Sum over everything but channels."""
         return values.sum(self.sums).view(self.channels) if self.sums else values.view(self.channels)
+
+
+@dataclass(frozen=True)
+class NormCall(LayerCall):
+    """A call of a normalisation layer.
+
+    Attributes:
+        normalize: from the saved tensors to x̂, as one of `torch.nn.functional` with its options.
+        axis: as in `NormTransfer`.
+    """
+
+    normalize: Callable[..., Tensor]
+    axis: int | None = None
+
+    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> NormTransfer:
+        """The transfer of this call."""
+        return NormTransfer(self.normalize(*inputs), self.axis, *shapes)
+
+    def layout(self, shapes: Shapes) -> NormTransfer:
+        """The transfer without samples."""
+        weight, bias = shapes
+        channels = weight or bias
+        assert channels is not None
+        return NormTransfer(torch.empty(0, *channels, device="meta"), None, weight, bias)
+
+
+def batch_norm(
+    input: Tensor, mean: Tensor | None = None, variance: Tensor | None = None, *, eps: float
+) -> Tensor:
+    """Normalise by the running statistics where they are given, else by the batch's."""
+    return functional.batch_norm(input, mean, variance, training=mean is None, eps=eps)
+
+
+def instance_norm(
+    input: Tensor, mean: Tensor | None = None, variance: Tensor | None = None, *, eps: float, dimensions: int
+) -> Tensor:
+    """Normalise by the running statistics where they are given, else by each image's."""
+    batched = input if input.dim() == dimensions + 2 else input[None]
+    found = functional.instance_norm(batched, mean, variance, use_input_stats=mean is None, eps=eps)
+    return found.view_as(input)

@@ -1,14 +1,19 @@
-"""What every transfer offers: the linear map `φ(·, a)` from a layer's parameters to its output."""
+"""What every transfer offers: the linear map `φ(·, a)` from a layer's parameters to its output. And how it is made."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from proxprop.solvers import SPACES, Sizes
 
 Parameters = tuple[Tensor | None, ...]
 """One tensor for each of the layer's parameters, in its own shape; None for one that is not trained."""
+
+Shapes = Sequence[torch.Size | None]
+"""The shape of each of the layer's parameters; None for one that is not trained."""
 
 
 class Transfer(ABC):
@@ -47,7 +52,7 @@ class Transfer(ABC):
         """The inverse of `to_samples`."""
         raise NotImplementedError(f"{type(self).__name__} has no sample space")
 
-    def kernel(self) -> Tensor:
+    def sample_gram(self) -> Tensor:
         """`K = AAᵀ [groups, samples, samples]`, freshly made."""
         raise NotImplementedError(f"{type(self).__name__} has no sample space")
 
@@ -59,6 +64,10 @@ class Transfer(ABC):
         """`S` and `AᵀG`, together where that is less work."""
         gradient = self.gradient(G)
         return self.gram(), gradient
+
+    def gram_method(self) -> str:
+        """How `gram` forms S."""
+        return "product of rows"
 
     def gram_flops(self) -> float | None:
         """FLOPs of `gram`, where it is not the plain product of rows."""
@@ -83,3 +92,31 @@ class Transfer(ABC):
     def normal(self, V: Tensor) -> Tensor:
         """`AᵀAV` through φ and φ*, without forming A."""
         return self.to_features(self.gradient(self.output(self.from_features(V))))
+
+
+class LayerCall(ABC):
+    """How a layer was called, without the tensors: what its transfer is made from in backward.
+
+    A layer makes one for each call. It holds no tensor, so that it keeps no memory alive.
+    """
+
+    takes_bfloat16: ClassVar[bool] = False
+    """Whether the transfer takes bfloat16 tensors as they are."""
+
+    @abstractmethod
+    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> Transfer:
+        """The transfer of this call.
+
+        Args:
+            inputs: the tensors that were saved, floating ones in the precision to solve in.
+            like: a tensor of the output's shape in that precision.
+            shapes: the parameters' shapes.
+        """
+
+    def layout(self, shapes: Shapes) -> Transfer:
+        """The transfer without samples: it knows the system's sizes and how parameters lie in it.
+
+        Args:
+            shapes: the parameters' shapes, or those of a share of the outputs.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no layout without samples")

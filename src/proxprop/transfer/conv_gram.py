@@ -1,0 +1,84 @@
+"""Which way a convolution's Gram matrix S is formed: one function that can be asked, and says why."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from proxprop import tuning
+from proxprop.solvers import Sizes
+from proxprop.transfer import gram_autocorrelation, gram_image_rows
+from proxprop.transfer.conv_geometry import Axis, ConvGeometry, taps
+
+ROW_DEVICES = ("cuda",)
+"""Devices where products of image rows make S: a transform takes a GPU more launches, and a CPU fewer FLOPs."""
+
+
+@dataclass(frozen=True)
+class GramMethod:
+    """A way of forming S.
+
+    Attributes:
+        name: "image rows", "autocorrelation" or "patches".
+        reason: why it was chosen.
+        gram: from an input `[batch, groups, channels, *space]`, not padded, and the walks along its dimensions to
+            S `[groups, features, features]` without the ones column; None for patches, which the layer cuts out.
+        flops: its FLOPs; None where they are those of the product of rows.
+        price: what one of them costs beside one of a product with K or S.
+    """
+
+    name: str
+    reason: str
+    gram: Callable[[Tensor, list[Axis]], Tensor] | None = None
+    flops: float | None = None
+    price: float = 1.0
+
+
+def choose(x: Tensor, geometry: ConvGeometry, sizes: Sizes) -> GramMethod:
+    """Choose how S of a convolution is formed.
+
+    Args:
+        x: the input `[batch, channels, *space]`, not padded.
+        geometry: which pads evenly.
+        sizes: of the system.
+    """
+    if torch.compiler.is_compiling() or type(x) is not Tensor or x.is_meta:
+        return from_patches("a trace or a tensor without numbers; torch.compile has no complex numbers")
+    axes = geometry.axes(x.shape[2:])
+    if taps(axes) == 1:
+        return from_patches("a filter of one entry: a patch is an entry of the input")
+    return _from_image_rows(x, geometry, axes) or _from_autocorrelation(x, axes, sizes)
+
+
+def from_patches(reason: str) -> GramMethod:
+    """The product of unfolded patches, which is always possible."""
+    return GramMethod("patches", reason)
+
+
+def _from_image_rows(x: Tensor, geometry: ConvGeometry, axes: list[Axis]) -> GramMethod | None:
+    """Products of image rows: on a GPU, for rows so short that launches are what counts."""
+    if len(axes) != 2 or geometry.groups != 1 or geometry.dilation != (1, 1):
+        return None
+    if x.device.type not in ROW_DEVICES or x.shape[1] * x.shape[3] > tuning.IMAGE_ROWS_MOST_NUMBERS:
+        return None
+    flops = gram_image_rows.flops(axes, len(x), x.shape[1])
+    return GramMethod("image rows", "image rows so short that launches count", gram_image_rows.gram, flops)
+
+
+def _from_autocorrelation(x: Tensor, axes: list[Axis], sizes: Sizes) -> GramMethod:
+    """Autocorrelations, where the formula holds and a transform is faster than patches."""
+    groups, samples, features, _ = sizes
+    if any(axis.stride != 1 for axis in axes):
+        return from_patches("a stride above 1: products of patches depend on more than their distance")
+    if x.device.type == "cpu" and groups * samples * features <= tuning.CPU_PATCHES_MOST_NUMBERS:
+        return from_patches("so few patches that the calls of a transform would take longer")
+    if not gram_autocorrelation.applies(axes):
+        return from_patches("a border wider than the image")
+    flops = gram_autocorrelation.flops(axes, len(x), groups, x.shape[1] // groups)
+    coarse = x.dtype == torch.bfloat16
+    price = tuning.TRANSFORM_PRICE_IN_BFLOAT16 if coarse else tuning.TRANSFORM_PRICE_ON_A_GPU
+    if coarse and 2.0 * groups * samples * features**2 < price * flops:
+        return from_patches("products of bfloat16 patches are faster than a transform in float32")
+    reason, gram = "about one product an entry of the input", gram_autocorrelation.gram
+    return GramMethod("autocorrelation", reason, gram, flops, price if x.is_cuda else 1.0)
