@@ -187,7 +187,7 @@ class ProximalLayer(nn.Module):
 
     def _note_failure(self, failed: Tensor | None) -> None:
         """Warn once if a solve of this layer failed."""
-        self._failures.note(self._layer_name, failed)
+        self._failures.note(self._layer_name, failed, self._settings.solver.failure)
 
     def _abandon(self) -> None:
         """Become the plain class again, without what `_adopt` set."""

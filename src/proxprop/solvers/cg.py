@@ -9,7 +9,7 @@ from torch import Tensor
 
 from proxprop import device, tuning
 from proxprop.solvers import eigenbasis
-from proxprop.solvers.conjugate_gradients import Iterate, conjugate_gradients
+from proxprop.solvers.conjugate_gradients import conjugate_gradients
 from proxprop.solvers.memory import is_transformed
 from proxprop.solvers.solver import (
     FEATURE,
@@ -48,9 +48,9 @@ class CG(Solver):
 
     spaces: ClassVar[tuple[str, ...]] = (SAMPLE, FEATURE, MATRIX_FREE)
     failure: ClassVar[str] = (
-        "rounding of AAᵀ hides part of the direction from conjugate gradients in sample space, so they stopped early. "
-        "Likely causes: repeated inputs, inputs of very different scale, or a large tau_theta. Try space='feature', "
-        "a smaller tau_theta, normalised inputs or float64"
+        "rounding of AᵀA or AAᵀ hides part of the direction from conjugate gradients. Likely causes: tau_theta is too "
+        "large for float32, inputs of very large or very different scale, or many repeated inputs. Try a smaller "
+        "tau_theta, normalised inputs, space='matrix_free' or float64"
     )
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class CG(Solver):
         if few and self.per_output and device.use_fp16_products(B):
             from proxprop.kernels import feature_cg
 
-            return Solution(feature_cg.feature_cg(S, B, damping, self.iterations, device.fp16_terms()))
+            return Solution(*feature_cg.feature_cg(S, B, damping, self.iterations, device.fp16_terms()))
         return self._with_matrix(S, B, damping, FEATURE)
 
     def matrix_free(self, apply: Callable[[Tensor], Tensor], B: Tensor, damping: float) -> Solution:
@@ -115,7 +115,7 @@ class CG(Solver):
             column = diagonal.unsqueeze(-1) if diagonal is not None else None
             dims = (-2,) if self.per_output else (-3, -2, -1)
             found = conjugate_gradients(M.bmm, B, damped, self.iterations, dims, column)
-            return _solution(found, found.solution / unit)
+            return Solution(found.solution / unit, found.lost.flatten(1).any(-1))
         row = diagonal.unsqueeze(-2) if diagonal is not None else None
         return self._by_rows(lambda V: torch.bmm(V, M), B, damped, row, unit)
 
@@ -137,14 +137,15 @@ class CG(Solver):
     ) -> Solution:
         """Solve for blocks of outputs as rows; `vectors` are a basis that `multiply` and the solution are in."""
         groups, size, outputs = B.shape
-        X, lost = B.new_empty(groups, outputs, size), []
+        X = B.new_empty(groups, outputs, size)
+        lost: list[Tensor] = []
         dims = (-1,) if self.per_output else (-3, -2, -1)
         for columns, out in zip(B.split(self._width(B), -1), X.split(self._width(B), -2), strict=True):
             rows = columns.mT.contiguous() if vectors is None else columns.mT @ vectors
             found = conjugate_gradients(multiply, rows, damping, self.iterations, dims, diagonal, out)
             found.solution.div_(unit)
-            lost.append(found.lost)
-        return _solution(Iterate(X, torch.cat(lost, -2) if lost[0] is not None else None), X.mT)
+            lost.append(found.lost.flatten(1).any(-1))
+        return Solution(X.mT, torch.stack(lost).any(0))
 
     def _width(self, B: Tensor) -> int:
         """Outputs to work on at a time."""
@@ -165,8 +166,3 @@ class CG(Solver):
 
 ARRAYS = 8
 """Arrays of a right-hand side's shape that the loop works in."""
-
-
-def _solution(found: Iterate, value: Tensor) -> Solution:
-    lost = found.lost
-    return Solution(value, lost.flatten(1).any(-1) if lost is not None else None)

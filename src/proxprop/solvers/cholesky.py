@@ -85,7 +85,7 @@ def upper_bound(M: Tensor, damping: float) -> Tensor:
 
 def least_share(M: Tensor) -> float:
     """The smallest part of its diagonal entry that a pivot may be."""
-    return LEAST_PIVOT * torch.finfo(M.dtype).eps * M.shape[-1] ** 0.5
+    return float(LEAST_PIVOT * torch.finfo(M.dtype).eps * M.shape[-1] ** 0.5)
 
 
 class LapackFactorization(TriangularFactorization):

@@ -14,7 +14,7 @@ The loop departs from the textbook where float32 makes it go wrong:
 - A column stops once its residual is what rounding leaves of it. A product rounds by about `ε√(‖W‖⟨p, Wp⟩)`, W being
   K or S, so the steps taken so far bound what the recurrence can still tell.
 - In sample space part of ρ can lie in the null space of K (more samples than features, equal rows). It does not reach
-  D, but its rounding reaches ⟨ρ, Kρ⟩ and ends the iteration earlier. `Iterate.lost` says where that may cost digits.
+  D, but its rounding reaches ⟨ρ, Kρ⟩ and ends the iteration earlier. `Iterate.lost` says where that may cost too much.
 - Each residual is orthogonalised against the first one once more. One eigenvalue that dominates, as the mean of
   activations makes it, would otherwise come back after two steps and take a step of its own again.
 - A direction that rounding turned uphill is replaced by its first step, which goes along the gradient.
@@ -31,6 +31,9 @@ from proxprop.solvers.memory import is_transformed
 ROUNDING = 10.0
 """Multiple of a product's rounding below which a residual is noise."""
 
+SPOILT = 4.0
+"""Multiple of the rounding of S that the curvature along every step has to exceed."""
+
 HIDDEN = 0.1
 """Length, relative to the steps taken, of what may hide below the rounding of K before a column counts as lost."""
 
@@ -40,11 +43,11 @@ class Iterate(NamedTuple):
 
     Attributes:
         solution: in the shape of the right-hand side.
-        lost: in sample space, for each column whether rounding of K ended its iteration too early; else None.
+        lost: for each column whether rounding of W, if it was formed as a matrix, may have spoilt it.
     """
 
     solution: Tensor
-    lost: Tensor | None
+    lost: Tensor
 
 
 def conjugate_gradients(
@@ -98,7 +101,7 @@ class _Iteration:
             trace = diagonal.sum(dims, keepdim=True)
             self.length = self.length.maximum((trace + damping).reciprocal())
         self.solution = torch.mul(self.length, self.search, out=out)
-        self.smallest = self.first_length = self.length
+        self.smallest = self.largest = self.first_length = self.length
         self.energy = self.length * self.squared
         self.noise: Tensor | None = None
         self.steps = 1
@@ -123,6 +126,7 @@ class _Iteration:
         self.image, self.length = self._measure(image)
         self.solution.addcmul_(self.length, self.search)
         self.smallest = torch.where(self.length > 0, self.smallest.minimum(self.length), self.smallest)
+        self.largest = self.largest.maximum(self.length)
         self.energy = torch.addcmul(self.energy, self.length, self.squared)
         self.steps += 1
 
@@ -154,13 +158,16 @@ class _Iteration:
         length = quotient(self.squared, curvature, self.longest)
         return image, length.clamp_(min=0.0).minimum(self.longest)
 
-    def _lost(self) -> Tensor | None:
-        """Whether more may hide below the rounding of K than a column can do without.
+    def _lost(self) -> Tensor:
+        """Whether rounding of W may have spoilt a column.
 
-        `√noise/λ` bounds what is hidden of D, and `‖D‖² ≥ ‖D‖²_M / ‖M‖`, which is energy times the smallest step.
+        In feature space it has where a step was taken along a curvature below the rounding of S. In sample space
+        `√noise/λ` bounds what rounding of K hides of D, and `‖D‖² ≥ ‖D‖²_M / ‖M‖`, energy times the smallest step.
         """
+        if self.diagonal is None:
+            return self.largest * (SPOILT * self.epsilon) > self.smallest
         if self.noise is None:
-            return None
+            return torch.zeros_like(self.squared, dtype=torch.bool)
         hidden = self.noise * self.longest.square() > HIDDEN**2 * self.energy * self.smallest
         return hidden & (self.squared == 0) & (self.first_squared > 0)
 
