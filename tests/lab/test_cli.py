@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,11 +153,90 @@ def test_reproduce_quick_writes_tables_figures_and_verdicts_and_any_row_runs_aga
     assert first.epochs[-1]["loss"] == again.epochs[-1]["loss"]
 
 
-def test_reproduce_can_only_write(here, capsys):
-    assert run("reproduce", "all", "--only-write", "--out", "results") == 0
-    told = (here / "results" / "REPRODUCTION.md").read_text()
-    assert "Nothing has been run yet." in told
-    assert not (here / "out").exists()
+QUICK = ("reproduce", "fig1", "--quick", "--device", "cpu", "--out", "results")
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory):
+    """One seed of Figure 1, and its records in a folder of their own."""
+    folder = tmp_path_factory.mktemp("once")
+    places = ("--out", folder / "results", "--runs", folder / "mine")
+    assert run("reproduce", "fig1", "--quick", "--device", "cpu", "--seeds", "1", *places) == 0
+    return folder
+
+
+@pytest.fixture
+def reproduced(here, once):
+    """A copy of `once` to work on."""
+    shutil.copytree(once, here, dirs_exist_ok=True)
+    return here / "results" / "quick"
+
+
+def test_reproduce_without_records_leaves_the_tables_alone(reproduced, capsys):
+    before = contents(reproduced)
+    assert run(*QUICK, "--seeds", "1", "--only-write") == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: there is nothing to write from: there is no folder results/quick/runs;")
+    assert told.endswith("name the folder of the runs by --runs\n")
+    assert contents(reproduced) == before
+
+
+def test_reproduce_never_replaces_tables_by_fewer_runs(reproduced, here, capsys):
+    before = contents(reproduced)
+    (gone,) = (here / "mine").glob("*-exact-*")
+    gone.rename(here / "elsewhere")
+    assert run(*QUICK, "--seeds", "1", "--runs", "mine", "--only-write") == 2
+    told = capsys.readouterr().err
+    assert told.startswith(
+        "error: results/quick/runs.csv holds more runs than would be written (fig1 7 of 8, "
+    )
+    assert told.endswith("name the folder that holds all of them by --runs, or another folder by --out\n")
+    assert run("reproduce", "beyond", "--quick", "--device", "cpu", "--out", "results") == 2
+    assert "(fig1 0 of 8" in capsys.readouterr().err
+    assert contents(reproduced) == before
+    assert not (reproduced / "runs").exists()
+
+
+def test_reproduce_can_only_write(reproduced, capsys):
+    (reproduced / "fig1.csv").unlink()
+    before = contents(reproduced)
+    assert run(*QUICK, "--seeds", "1", "--runs", "mine", "--only-write") == 0
+    after = contents(reproduced)
+    assert len(read_csv(reproduced / "fig1.csv")) == 8 * 3
+    assert {name: after[name] for name in before} == before
+
+
+def test_a_reproduction_that_fails_to_be_written_changes_nothing(reproduced, monkeypatch, capsys):
+    def fail(results):
+        raise OSError(28, "No space left on device", "fig1.svg")
+
+    (reproduced / "environment.json").write_text("as it was")
+    before = contents(reproduced)
+    monkeypatch.setattr("proxprop.lab.figures.reproduction.figures", fail)
+    assert run(*QUICK, "--seeds", "1", "--runs", "mine", "--only-write") == 2
+    assert "fig1.svg" in capsys.readouterr().err
+    assert contents(reproduced) == before
+    assert {path.name for path in reproduced.iterdir()} == set(before)
+
+
+def test_a_measurement_leaves_the_tables_of_runs_alone(reproduced, capsys):
+    before = contents(reproduced)
+    assert run("reproduce", "spectrum", "--quick", "--device", "cpu", "--out", "results") == 0
+    after = contents(reproduced)
+    assert {name: after[name] for name in before if name != "REPRODUCTION.md"} == {
+        name: content for name, content in before.items() if name != "REPRODUCTION.md"
+    }
+    assert "spectrum.csv" in after
+
+
+def test_nothing_is_written_from_nothing(here, capsys):
+    assert run("reproduce", "spectrum", "--only-write", "--out", "results") == 2
+    assert capsys.readouterr().err == "error: there is nothing to write from: results holds no tables\n"
+    assert not (here / "results").exists()
 
 
 def test_reproduce_needs_a_known_name(capsys):
