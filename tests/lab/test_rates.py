@@ -12,7 +12,7 @@ from proxprop.lab.train import train
 # Both sides of every K at which the rate changes, and many iterations; AdamW takes Adam's rates.
 BY_SGD = ["cg:1", "cg:2", "cg:3", "cg:10", "exact", "running:1", "running:10", "running:1000",
           "published:1", "published:2", "published:3", "published:4", "published:10"]  # fmt: skip
-BY_OTHERS = ["cg:1", "cg:2", "exact", "running:10", "published:1", "published:2"]
+BY_OTHERS = ["cg:1", "cg:2", "exact", "running:10", "running:1000", "published:1", "published:2"]
 CASES = [("sgd", solver, (0, 1, 2)) for solver in BY_SGD]
 CASES += [(optimizer, solver, (0,)) for optimizer in ("adam", "muon") for solver in BY_OTHERS]
 
