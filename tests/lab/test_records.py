@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from proxprop.lab import records
 from proxprop.lab.config import Config
 from proxprop.lab.records import Run, checkpoint, lines, sealed
 from proxprop.lab.records.checkpoint import Checkpoint
-from proxprop.lab.records.sealed import Damaged, seal, unseal
+from proxprop.lab.records.sealed import Damaged, seal, unseal, write_bytes
 from proxprop.lab.refusal import Refused
 from proxprop.lab.train import train
 
@@ -158,7 +160,8 @@ def test_two_processes_cannot_write_one_run(tmp_path):
 
 
 def test_a_folder_holds_one_run(tmp_path):
-    Run(tmp_path, Config(), resume=False).close()
+    with Run(tmp_path, Config(), resume=False) as run:
+        run.add_metrics({"kind": "epoch", "epoch": 0})
     with pytest.raises(Refused, match="already holds a run; go on with it by --resume"):
         Run(tmp_path, Config(), resume=False)
     with pytest.raises(Refused, match=r"holds another run: lr is 0.05 there but 0.5 here"):
@@ -167,6 +170,43 @@ def test_a_folder_holds_one_run(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(Refused, match="holds no readable run"):
         Run(tmp_path, Config(), resume=True)
+
+
+def test_a_start_that_failed_before_anything_was_measured_is_no_run(tmp_path, small):
+    with pytest.raises(Refused, match="a convolutional model should get"):
+        train(replace(small, model="convnet"), tmp_path / "run")
+    record = train(small, tmp_path / "run")
+    assert record.config.model == "mlp"
+    assert len(record.starts) == 1
+
+
+def full(path):
+    """Put a place in the way where every write fails as on a full disk."""
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    path.symlink_to("/dev/full")
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_other_and_names_the_new_one(tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text("old")
+    full(tmp_path / "result.json.tmp")
+    with pytest.raises(OSError, match=rf"No space left on device: '{path}'"):
+        write_bytes(path, b"new")
+    assert [left.read_text() for left in tmp_path.iterdir()] == ["old"]
+
+
+def test_a_full_disk_names_the_rows_that_could_not_be_added(tmp_path):
+    full(tmp_path / "metrics.jsonl")
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path / 'metrics.jsonl'}'"):
+        lines.append(tmp_path / "metrics.jsonl", {"epoch": 0})
+
+
+def test_what_a_kill_left_half_written_is_removed(tmp_path):
+    Run(tmp_path, Config(), resume=False).close()
+    (tmp_path / "checkpoint-000000007.ckpt.tmp").write_bytes(b"half")
+    Run(tmp_path, Config(), resume=True).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "lock"]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):

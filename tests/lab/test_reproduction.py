@@ -260,7 +260,7 @@ class TestCommitted:
     def test_the_document_is_made_from_the_tables(self):
         text = (COMMITTED / "REPRODUCTION.md").read_text()
         assert text == document(Results.read(COMMITTED)), (
-            "proxprop reproduce all --only-write --out results/paper"
+            "proxprop reproduce spectrum --only-write --out results/paper"
         )
 
     def test_every_row_names_a_run_that_can_be_run_again(self):

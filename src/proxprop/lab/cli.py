@@ -1,6 +1,7 @@
 """The command `proxprop`: one table of commands, and one place where refusals become messages and exit codes."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,6 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    except SystemExit as leaving:
+        if leaving.code == INTERRUPTED:
+            signal.signal(
+                signal.SIGINT, signal.SIG_IGN
+            )  # heard: one more would only be a traceback on the way out
+        raise
 
 
 def build() -> Any:

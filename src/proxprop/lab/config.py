@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from proxprop.lab.rates import rate
 from proxprop.lab.refusal import Refused, nearest, one_of
 
 MODELS = ("mlp", "mlp-bn", "convnet", "convnet-2pool", "resnet18")
@@ -84,15 +85,14 @@ class Config:
     def settled(self) -> "Config":
         """The same run with nothing left open.
 
-        `lr`: adam, adamw, muon 0.001; sgd 0.05 with backprop and 1.0 otherwise, the paper's values.
+        `lr`: by optimizer and solver, as in `lab.rates`.
         `hidden`: the paper's 4000-1000-4000, or 256-128-256 for digits.
         `batch_size`: the paper's 500, or 100 for digits.
         """
         digits = self.data == "digits"
-        explicit = 0.05 if self.solver == "backprop" else 1.0
         return replace(
             self,
-            lr=self.lr if self.lr is not None else (explicit if self.optimizer == "sgd" else 1e-3),
+            lr=self.lr if self.lr is not None else rate(self.optimizer, self.solver),
             hidden=self.hidden if self.hidden is not None else (DIGITS_WIDTHS if digits else PAPER_WIDTHS),
             batch_size=self.batch_size if self.batch_size is not None else (100 if digits else 500),
         )

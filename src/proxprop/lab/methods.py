@@ -20,6 +20,9 @@ Prepare = Callable[[nn.Module], nn.Module]
 MakeOptimizers = Callable[[nn.Module], list[Optimizer]]
 Attach = Callable[[list[Optimizer], nn.Module], proxprop.Attached | None]
 
+MOST = {"cg": ("iterations", 1000), "published": ("iterations", 1000), "running": ("steps", 1_000_000)}
+"""What the K of a solver counts, and the most that is accepted: with more iterations, `exact` is better and faster."""
+
 
 @dataclass(frozen=True)
 class Method:
@@ -113,10 +116,11 @@ def _convert(model: nn.Module, solver: proxprop.CG | proxprop.Exact, config: Con
 
 
 def _iterations(family: str, argument: str) -> int:
-    counted = "steps" if family == "running" else "iterations"
-    if not (argument.isascii() and argument.isdigit() and int(argument) >= 1):
+    """The K of cg:K, published:K or running:K."""
+    counted, most = MOST[family]
+    if not (argument.isascii() and argument.isdigit() and int(argument[:20]) in range(1, most + 1)):
         raise Refused(
-            f"solver {family} should be {family}:K with K >= 1 {counted}, like {family}:3, "
+            f"solver {family} should be {family}:K with K from 1 to {most} {counted}, like {family}:3, "
             f"but is '{family}:{argument}'"
         )
     return int(argument)

@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from proxprop.lab.records.sealed import Damaged, seal, unseal, write_bytes
+from proxprop.lab.records.sealed import Damaged, naming, seal, unseal, write_bytes
 
 Row = dict[str, Any]
 
 
 def append(path: Path, row: Row) -> None:
     """Add one row at the end."""
-    with path.open("a", encoding="utf-8") as file:
+    with naming(path), path.open("a", encoding="utf-8") as file:
         file.write(seal(row) + "\n")
 
 

@@ -3,10 +3,13 @@
 import json
 import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 SEAL = "crc32"
+UNFINISHED = ".tmp"
 
 
 class Damaged(ValueError):
@@ -56,18 +59,37 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file so that a crash leaves the old one or the new one: temporary, fsync, rename, fsync."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    """Write a file so that a crash leaves the old one or the new one: temporary, fsync, rename, fsync.
+
+    Raises:
+        OSError: it could not be written, on a full disk for instance; nothing of it is left, and the error names it.
+    """
+    temporary = path.with_name(path.name + UNFINISHED)
+    try:
+        with naming(path), temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Within, an error names the file: one of opening does so by itself, one of writing does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _checksum(values: dict[str, Any]) -> str:
