@@ -97,16 +97,16 @@ def _begin(
 
 
 @triton.jit
-def _note(length, squared, ENERGY, SMALLEST, LARGEST, inside, epsilon, FIRST: tl.constexpr):
+def _note(length, squared, ENERGY, SMALLEST, LARGEST, at, inside, epsilon, FIRST: tl.constexpr):
     """Keep what is known of each column after a step, and return the floor of its next residual."""
     energy, smallest, largest = length * squared, length, length
     if not FIRST:
-        energy += tl.load(ENERGY, mask=inside, other=0.0)
-        smallest = smaller(tl.load(SMALLEST, mask=inside, other=1.0), length)
-        largest = tl.maximum(tl.load(LARGEST, mask=inside, other=0.0), length)
-    tl.store(ENERGY, energy, mask=inside)
-    tl.store(SMALLEST, smallest, mask=inside)
-    tl.store(LARGEST, largest, mask=inside)
+        energy += tl.load(ENERGY + at, mask=inside, other=0.0)
+        smallest = smaller(tl.load(SMALLEST + at, mask=inside, other=1.0), length)
+        largest = tl.maximum(tl.load(LARGEST + at, mask=inside, other=0.0), length)
+    tl.store(ENERGY + at, energy, mask=inside)
+    tl.store(SMALLEST + at, smallest, mask=inside)
+    tl.store(LARGEST + at, largest, mask=inside)
     return floor_of(energy, smallest, epsilon)
 
 
@@ -134,16 +134,7 @@ def _advance_whole(
         residual = tl.load(RESIDUAL + at, mask=inside, other=0.0)
     image = damping * search + S_search * unscale[None, :] * side[:, None]
     length = step_length(squared, tl.sum(search * image, axis=0), damping)
-    floor = _note(
-        length,
-        squared,
-        ENERGY + at_column,
-        SMALLEST + at_column,
-        LARGEST + at_column,
-        in_column,
-        epsilon,
-        FIRST,
-    )
+    floor = _note(length, squared, ENERGY, SMALLEST, LARGEST, at_column, in_column, epsilon, FIRST)
     if FIRST:
         solution = length[None, :] * search
     else:
@@ -191,16 +182,7 @@ def _advance(
         S_search = tl.load(S_SEARCH + at, mask=inside, other=0.0) * unscale[None, :] * side[:, None]
         curvature += tl.sum(search * (damping * search + S_search), axis=0)
     length = step_length(squared, curvature, damping)
-    floor = _note(
-        length,
-        squared,
-        ENERGY + at_column,
-        SMALLEST + at_column,
-        LARGEST + at_column,
-        in_column,
-        epsilon,
-        FIRST,
-    )
+    floor = _note(length, squared, ENERGY, SMALLEST, LARGEST, at_column, in_column, epsilon, FIRST)
 
     after = tl.zeros((COLUMNS,), tl.float32)
     for first in range(0, features, ROWS):

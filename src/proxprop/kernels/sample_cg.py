@@ -1,7 +1,7 @@
 """Sample-space conjugate gradients on a GPU: a product on tensor cores and one kernel a step.
 
-The iterates are those of `proxprop.solvers.conjugate_gradients`, the plain twin, by three-term recurrences: since `λπ + Kπ` is
-the difference of two residuals over a step length, π and Kπ need not be kept,
+The iterates are those of `proxprop.solvers.conjugate_gradients`, the plain twin, by three-term recurrences: `λπ + Kπ`
+is the difference of two residuals over a step length, so π and Kπ need not be kept,
 
     image = λρ + Kρ + (β/α₋)(ρ₋ − ρ)      ⟨p, (λI + AᵀA)p⟩ = ⟨Kρ, image⟩      ρ₊ = ρ − α·image
 
