@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+import proxprop_cli
 from proxprop.lab import records
 from proxprop.lab.cli import commands, main
 from proxprop.lab.reproduction.files import read_csv
@@ -57,8 +58,12 @@ MISTAKES = [
     (("train", "--solver", "cg:x"), "solver cg should be cg:K"),
     (("train", "--data", "cifar10"), "cifar10 was not found (looked in "),
     (("train", "--data", "nowhere.npz"), "there is no file nowhere.npz"),
+    (("train", "--data", "my.csv"), "or a file that ends in .npz or .safetensors, but is 'my.csv'"),
+    (("train", "--hidden", "99999999999999999999"), "hidden should be widths of 1 to 1000000"),
+    (("train", "--seed", "99999999999999999999"), "seed should be 0 to 18446744073709551615"),
+    (("train", "--threads", "99999999999999999999"), "threads should be 1 to 1024"),
     (("train", "--hidden", "4,x"), "--hidden should be widths like 4000,1000,4000"),
-    (("train", "--lr", "0"), "lr should be > 0 but is 0.0"),
+    (("train", "--lr", "0"), "lr should be > 0 and finite but is 0.0"),
     (("train", "--device", "cuda:9"), "device cuda:9 was asked for but torch sees"),
     (("train", "--config", "nowhere.toml"), "cannot read the settings file nowhere.toml"),
     (("compare", "--solvers", "bakprop"), "did you mean 'backprop'"),
@@ -183,16 +188,80 @@ def test_doctor_fails_without_what_is_needed(monkeypatch, capsys):
 
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "safetensors" else "1.0")
     assert run("doctor") == 1
-    assert "pip install 'proxprop[lab]'" in capsys.readouterr().out
+    assert "For training: pip install '.[lab]' in a checkout of proxprop" in capsys.readouterr().out
 
 
 def test_without_typer_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "typer", None)
     assert run("--help") == 2
-    assert (
-        capsys.readouterr().err
-        == "error: the command line needs more packages: pip install 'proxprop[lab]'\n"
+    needs = "the command line needs more packages: pip install '.[lab]' in a checkout of proxprop"
+    assert capsys.readouterr().err == f"error: {needs}\n"
+
+
+def console(*arguments, **environment):
+    """Run the console command in a process of its own."""
+    code = "from proxprop_cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=os.environ | environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def imported(*arguments):
+    """The packages that a console command has imported by its end."""
+    code = (
+        "import atexit, sys, proxprop_cli\n"
+        "atexit.register(lambda: print(*(name for name in sys.modules if '.' not in name), file=sys.stderr))\n"
+        "proxprop_cli.main()"
     )
+    command = [sys.executable, "-c", code, *arguments]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stderr.split())
+
+
+def test_help_and_doctor_import_little(here):
+    assert not imported("--help") & {"proxprop", "torch", "numpy", "matplotlib", "sklearn"}
+    assert not imported("doctor") & {"matplotlib", "sklearn", "tensorboard"}
+
+
+def test_the_quick_help_is_the_whole_help(monkeypatch, capsys):
+    run("--help")
+    whole = capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [sys.argv[0], "--help"])
+    with pytest.raises(SystemExit):
+        proxprop_cli.main()
+    assert capsys.readouterr().out == whole
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("train", "--help"), ("doctor",)])
+def test_a_terminal_without_greek_letters_is_no_reason_to_crash(here, arguments):
+    done = console(*arguments, PYTHONIOENCODING="ascii", LANG="C")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+def test_ctrl_c_while_torch_is_being_imported_is_a_line(tmp_path):
+    """A torch that interrupts its own import, in the place of the real one."""
+    slow = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    (tmp_path / "torch.py").write_text(slow)
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = console("doctor", PYTHONPATH=paths)
+    assert (done.returncode, done.stderr) == (130, "Stopped.\n")
+
+
+def test_a_model_too_large_for_this_machine_is_told_in_a_line(here, capsys, blobs):
+    assert run("train", "--data", blobs, "--hidden", "1000000,1000000") == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: there is not enough memory for this: ")
+    assert told.count("\n") == 1
+
+
+def test_any_other_error_keeps_its_traceback(monkeypatch):
+    def fail() -> None:
+        raise RuntimeError("our own mistake")
+
+    monkeypatch.setattr("proxprop.lab.cli.build", fail)
+    with pytest.raises(RuntimeError, match="our own mistake"):
+        main(["doctor"])
 
 
 def test_ctrl_c_says_how_to_go_on(here, blobs):
