@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
 import proxprop_cli
 from proxprop.lab import records
 from proxprop.lab.cli import commands, main
+from proxprop.lab.commands.train import _tell
 from proxprop.lab.reproduction.files import read_csv
 
 
@@ -112,6 +114,14 @@ def test_from_a_run_to_a_report(here, capsys, blobs):
     assert "Nesterov SGD · ProxProp cg2" in told
     assert f"Report: {here / 'out' / 'report.html'}" in told
     assert {path.name for path in (here / "out").iterdir()} >= {"report.html", "curves-sgd.png"}
+
+
+def test_an_accuracy_of_zero_is_told_too(capsys, made):
+    record = made()
+    _tell(replace(record, epochs=[record.last | {"validation_accuracy": 0.0}]))
+    assert "validation accuracy 0.0%" in capsys.readouterr().out
+    _tell(replace(record, epochs=[record.last | {"validation_accuracy": None}]))
+    assert "validation accuracy" not in capsys.readouterr().out
 
 
 def test_a_second_train_into_a_folder_needs_resume(here, capsys, blobs):

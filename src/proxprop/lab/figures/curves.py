@@ -6,7 +6,7 @@ import numpy as np
 
 from proxprop.lab import paper
 from proxprop.lab.analysis import Arm, Task
-from proxprop.lab.figures.style import FAINT, label, look, styled
+from proxprop.lab.figures.style import FAINT, label, look, percent_tick, styled
 
 PANELS = (
     ("loss", "epoch", "full-batch training loss", "epochs"),
@@ -47,7 +47,7 @@ def curves(task: Task, optimizer: str) -> Any:
             if key == "loss":
                 ax.set_yscale("log")
             else:
-                ax.yaxis.set_major_formatter("{x:.0%}")
+                ax.yaxis.set_major_formatter(percent_tick)
                 _zoom(ax)
             ax.set_xlim(left=0)
         _common_time(axes, arms)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from proxprop.lab import figures, paper
-from proxprop.lab.analysis import CLOSE, OPTIMIZER_NAMES, Task
+from proxprop.lab.analysis import CLOSE, OPTIMIZER_NAMES, Task, counted
 from proxprop.lab.config import command
 from proxprop.lab.findings import findings, headline
 from proxprop.lab.records import Record
@@ -26,9 +26,19 @@ def _lead(task: Task) -> str:
     taus = ", ".join(f"{tau:g}" for tau in task.tau_thetas())
     implicit = f", τ_θ = {taus}" if taus else ""
     open_ends = sum(record.status == "unfinished" for record in records)
-    unfinished = f" {open_ends} of them are unfinished and count as far as they got." if open_ends else ""
-    count = f"{seeds} seed" if seeds == 1 else f"{seeds} seeds"
-    return f"{len(records)} runs, {len(task.arms)} methods, {count} each{implicit}.{unfinished}"
+    ends = (
+        "is unfinished and counts as far as it"
+        if open_ends == 1
+        else "are unfinished and count as far as they"
+    )
+    unfinished = f" {open_ends} of them {ends} got." if open_ends else ""
+    again = (
+        f" {counted(task.repeated, 'more record')} of a seed that is already there left out."
+        if task.repeated
+        else ""
+    )
+    counts = [counted(len(records), "run"), counted(len(task.arms), "method"), counted(seeds, "seed")]
+    return f"{', '.join(counts)} each{implicit}.{unfinished}{again}"
 
 
 def _final(task: Task) -> Iterator[str]:
@@ -127,7 +137,9 @@ def rerun_section(records: Sequence[Record], rerun: str | None) -> str:
     notes = list(dict.fromkeys(f"{r.folder.name}: {note}" for r in records for note in r.notes))
     if notes:
         listed = "".join(html.paragraph(note) for note in notes)
-        parts.append(html.folded(f"{len(notes)} notes from the runs", f'<div class="note">{listed}</div>'))
+        parts.append(
+            html.folded(f"{counted(len(notes), 'note')} from the runs", f'<div class="note">{listed}</div>')
+        )
     return "\n".join(parts)
 
 
