@@ -286,6 +286,30 @@ def test_the_page_needs_nothing_but_itself(tmp_path, comparison, made):
         assert part in page.text
 
 
+def test_tables_and_figures_can_be_read_without_seeing_them(tmp_path, comparison):
+    text = write_report(comparison, tmp_path, "t").read_text()
+    assert "<th>" not in text
+    assert '<th scope="col">best lr</th>' in text
+    assert '<th scope="row">Nesterov SGD · BackProp</th>' in text
+    curves, rates, angle = re.findall(r'<svg role="img" aria-label="(.*?)"', text)
+    assert (
+        "BackProp at learning rate 0.1 ends at loss 0.11 ± 0.01, validation accuracy 90.0 ± 0.0 %" in curves
+    )
+    assert "BackProp from 0.01 to 1, best at 0.1 with loss 0.11 ± 0.01, diverged at 1" in rates
+    assert "ProxProp cg3, layer 3 from 76 to 76 degrees" in angle
+
+
+def test_a_phone_gets_figures_it_can_read_and_a_hint_that_they_go_on(tmp_path, comparison):
+    text = write_report(comparison, tmp_path, "t").read_text()
+    (least,) = re.findall(r"figure svg \{ min-width: (\d+)px", text)
+    for width in re.findall(r'viewBox="0 0 ([\d.]+)', text):
+        assert int(least) / float(width) * 10 >= 9.9  # pixels, of the 10 points that axes are labelled in
+    assert text.count("Swipe sideways to see the whole figure") == text.count("<svg") == 3
+    wide = re.findall(r'<div class="wide[^>]*>', text)
+    assert len(wide) == text.count("<table") + text.count("<svg")
+    assert all('tabindex="0" role="region" aria-label="' in region for region in wide)
+
+
 def test_text_from_records_is_escaped(tmp_path, made):
     record = replace(made("cg:3"), notes=["<script>alert(1)</script>"], starts=[{"device": "<b>GPU</b>"}])
     text = write_report([record], tmp_path, "t").read_text()

@@ -43,6 +43,8 @@ def curves(task: Task, optimizer: str) -> Any:
                     look(arm, index, task.tau_thetas()),
                 )
             ax.set_xlabel(unit)
+            if over == "epoch":
+                ax.xaxis.get_major_locator().set_params(integer=True)
             ax.set_title(title)
             if key == "loss":
                 ax.set_yscale("log")
@@ -52,7 +54,7 @@ def curves(task: Task, optimizer: str) -> Any:
             ax.set_xlim(left=0)
         _common_time(axes, arms)
         handles, names = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 4), fontsize=9.5)
+        figure.legend(handles, names, loc="outside upper left", ncols=min(len(names), 4), fontsize=9.5)
     return figure
 
 

@@ -37,7 +37,7 @@ def robustness(task: Task, optimizer: str) -> Any:
         axes[1].yaxis.set_major_formatter(percent_tick)
         axes[1].set_ylim(0, 1.03)
         handles, names = axes[0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 5), fontsize=9.5)
+        figure.legend(handles, names, loc="outside upper left", ncols=min(len(names), 5), fontsize=9.5)
     return figure
 
 
