@@ -258,6 +258,15 @@ def test_ctrl_c_while_torch_is_being_imported_is_a_line(tmp_path):
     assert (done.returncode, done.stderr) == (130, "Stopped.\n")
 
 
+def test_ctrl_c_anywhere_else_is_a_line_too(here, monkeypatch, capsys):
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(records, "find", stop)
+    assert run("report", ".") == 130
+    assert capsys.readouterr().err == "Stopped.\n"
+
+
 def test_a_model_too_large_for_this_machine_is_told_in_a_line(here, capsys, blobs):
     assert run("train", "--data", blobs, "--hidden", "1000000,1000000") == 2
     told = capsys.readouterr().err

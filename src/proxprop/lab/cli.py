@@ -4,7 +4,8 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, NoReturn
 
 from proxprop.lab.refusal import Refused, install
 from proxprop_cli import INTERRUPTED, application
@@ -24,18 +25,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error: {message}", file=sys.stderr)
         sys.exit(MISTAKE)
     except KeyboardInterrupt:
-        print("Stopped.", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        _stopped()
 
 
 def build() -> Any:
     """The typer application."""
     try:
-        return application(commands())
+        return application({name: _stoppable(command) for name, command in commands().items()})
     except ImportError as error:
         if error.name != "typer":
             raise
         raise Refused(f"the command line needs more packages: {install('lab')}") from None
+
+
+def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
+    """The same command, for which Ctrl-C means what it means everywhere here, whatever typer would make of it."""
+
+    @wraps(command)
+    def run(*arguments: Any, **options: Any) -> None:
+        try:
+            command(*arguments, **options)
+        except KeyboardInterrupt:
+            _stopped()
+
+    return run
+
+
+def _stopped() -> NoReturn:
+    print("Stopped.", file=sys.stderr)
+    sys.exit(INTERRUPTED)
 
 
 def _message(error: Exception) -> str | None:

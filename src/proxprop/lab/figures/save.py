@@ -18,5 +18,6 @@ def save(figure: Any, path: Path, dpi: int = 150) -> None:
     suffix = path.suffix[1:]
     date = {"svg": "Date", "pdf": "CreationDate"}.get(suffix)
     content = io.BytesIO()
-    figure.savefig(content, format=suffix, dpi=dpi, metadata={date: None} if date else None)
+    dots = dpi if suffix == "png" else "figure"
+    figure.savefig(content, format=suffix, dpi=dots, metadata={date: None} if date else None)
     write_bytes(path, content.getvalue())

@@ -24,7 +24,7 @@ sub { line-height: 0; }
 .headline { font-size: 1.12rem; font-weight: 600; max-width: none; }
 .task { font-size: 1.15rem; font-weight: 600; margin: 1.4rem 0 0; }
 .findings ul { margin: .2rem 0; padding-left: 1.2rem; } .findings li { margin: .35rem 0; }
-table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
+table { border-collapse: separate; border-spacing: 0; font-size: .88rem; font-variant-numeric: tabular-nums; }
 .wide { overflow-x: auto; } .table { margin: .6rem 0 1.2rem; }
 th, td { padding: .34rem .7rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
 thead th { border-bottom: 2px solid #1a1a1a; font-weight: 600; } tbody th { font-weight: inherit; }
