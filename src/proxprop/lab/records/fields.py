@@ -56,8 +56,9 @@ def measured(row: dict[str, Any]) -> None:
     if kind not in ("epoch", "step"):
         raise Damaged(f"kind should be epoch or step but is {kind!r}")
     check(row, EPOCH if kind == "epoch" else STEP)
-    cosines = row.get("cosine", {})
-    check(cosines, dict.fromkeys(cosines, MAYBE))
+    if "cosine" in row:
+        check(row, {"cosine": (dict,)})
+        check(row["cosine"], dict.fromkeys(row["cosine"], MAYBE))
 
 
 def holds(fields: Fields) -> Callable[[dict[str, Any]], None]:
