@@ -9,6 +9,13 @@ one machine; everything about more GPUs is computed from that and from assumed n
 EXACT = """## What is computed, and when it is the step of one process
 
 ```python
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import proxprop
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # under torchrun: "nccl" alone
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
 model = proxprop.convert(model, proxprop.Exact(), tau_theta=0.5, scaling="gradient")
 model = DistributedDataParallel(model)  # or fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

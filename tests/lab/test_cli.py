@@ -8,11 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
+import torch
 
+import proxprop_cli
 from proxprop.lab import records
 from proxprop.lab.cli import commands, main
+from proxprop.lab.commands.train import _tell
 from proxprop.lab.reproduction.files import read_csv
 
 
@@ -66,8 +70,12 @@ MISTAKES = [
     ),
     (("train", "--data", "cifar10"), "cifar10 was not found (looked in "),
     (("train", "--data", "nowhere.npz"), "there is no file nowhere.npz"),
+    (("train", "--data", "my.csv"), "or a file that ends in .npz or .safetensors, but is 'my.csv'"),
+    (("train", "--hidden", "99999999999999999999"), "hidden should be widths of 1 to 1000000"),
+    (("train", "--seed", "99999999999999999999"), "seed should be 0 to 18446744073709551615"),
+    (("train", "--threads", "99999999999999999999"), "threads should be 1 to 1024"),
     (("train", "--hidden", "4,x"), "--hidden should be widths like 4000,1000,4000"),
-    (("train", "--lr", "0"), "lr should be > 0 but is 0.0"),
+    (("train", "--lr", "0"), "lr should be > 0 and finite but is 0.0"),
     (("train", "--device", "cuda:9"), "device cuda:9 was asked for but torch sees"),
     (("train", "--config", "nowhere.toml"), "cannot read the settings file nowhere.toml"),
     (("compare", "--solvers", "bakprop"), "did you mean 'backprop'"),
@@ -116,6 +124,14 @@ def test_from_a_run_to_a_report(here, capsys, blobs):
     assert "Nesterov SGD · ProxProp cg2" in told
     assert f"Report: {here / 'out' / 'report.html'}" in told
     assert {path.name for path in (here / "out").iterdir()} >= {"report.html", "curves-sgd.png"}
+
+
+def test_an_accuracy_of_zero_is_told_too(capsys, made):
+    record = made()
+    _tell(replace(record, epochs=[record.last | {"validation_accuracy": 0.0}]))
+    assert "validation accuracy 0.0%" in capsys.readouterr().out
+    _tell(replace(record, epochs=[record.last | {"validation_accuracy": None}]))
+    assert "validation accuracy" not in capsys.readouterr().out
 
 
 def test_a_second_train_into_a_folder_needs_resume(here, capsys, blobs):
@@ -296,16 +312,91 @@ def test_doctor_fails_without_what_is_needed(monkeypatch, capsys):
 
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "safetensors" else "1.0")
     assert run("doctor") == 1
-    assert "pip install 'proxprop[lab]'" in capsys.readouterr().out
+    assert "For training: pip install '.[lab]' in a checkout of proxprop" in capsys.readouterr().out
 
 
 def test_without_typer_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "typer", None)
     assert run("--help") == 2
-    assert (
-        capsys.readouterr().err
-        == "error: the command line needs more packages: pip install 'proxprop[lab]'\n"
+    needs = "the command line needs more packages: pip install '.[lab]' in a checkout of proxprop"
+    assert capsys.readouterr().err == f"error: {needs}\n"
+
+
+def console(*arguments, **environment):
+    """Run the console command in a process of its own."""
+    code = "from proxprop_cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=os.environ | environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def imported(*arguments):
+    """The packages that a console command has imported by its end."""
+    code = (
+        "import atexit, sys, proxprop_cli\n"
+        "atexit.register(lambda: print(*(name for name in sys.modules if '.' not in name), file=sys.stderr))\n"
+        "proxprop_cli.main()"
     )
+    command = [sys.executable, "-c", code, *arguments]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stderr.split())
+
+
+def test_help_and_doctor_import_little(here):
+    assert not imported("--help") & {"proxprop", "torch", "numpy", "matplotlib", "sklearn"}
+    assert not imported("doctor") & {"matplotlib", "sklearn", "tensorboard"}
+
+
+def test_the_quick_help_is_the_whole_help(monkeypatch, capsys):
+    run("--help")
+    whole = capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [sys.argv[0], "--help"])
+    with pytest.raises(SystemExit):
+        proxprop_cli.main()
+    assert capsys.readouterr().out == whole
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("train", "--help"), ("doctor",)])
+def test_a_terminal_without_greek_letters_is_no_reason_to_crash(here, arguments):
+    done = console(*arguments, PYTHONIOENCODING="ascii", LANG="C")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+def test_ctrl_c_while_torch_is_being_imported_is_a_line(tmp_path):
+    """A torch that interrupts its own import, in the place of the real one."""
+    slow = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    (tmp_path / "torch.py").write_text(slow)
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = console("doctor", PYTHONPATH=paths)
+    assert (done.returncode, done.stderr) == (130, "Stopped.\n")
+
+
+def test_ctrl_c_anywhere_else_is_a_line_too(here, monkeypatch, capsys):
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(records, "find", stop)
+    assert run("report", ".") == 130
+    assert capsys.readouterr().err == "Stopped.\n"
+
+
+def test_a_model_too_large_for_this_machine_is_told_in_a_line(here, monkeypatch, capsys, blobs):
+    """Torch's own error, for more than any machine can address; what a large machine could fill would end the test."""
+    monkeypatch.setattr("proxprop.lab.models.build", lambda *_: torch.empty(2**60))
+    assert run("train", "--data", blobs) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: there is not enough memory for this: ")
+    assert told.count("\n") == 1
+
+
+def test_any_other_error_keeps_its_traceback(monkeypatch):
+    def fail() -> None:
+        raise RuntimeError("our own mistake")
+
+    monkeypatch.setattr("proxprop.lab.cli.build", fail)
+    with pytest.raises(RuntimeError, match="our own mistake"):
+        main(["doctor"])
 
 
 def test_ctrl_c_says_how_to_go_on(here, blobs):

@@ -141,7 +141,9 @@ def _tell(record: Record) -> None:
         say(f"Diverged in epoch {last['epoch']}: the training loss is no longer a finite number.")
     else:
         held = (
-            f", validation accuracy {last['validation_accuracy']:.1%}" if last["validation_accuracy"] else ""
+            ""
+            if (validation := last["validation_accuracy"]) is None
+            else f", validation accuracy {validation:.1%}"
         )
         accuracy = f"test accuracy {last['test_accuracy']:.1%}{held}"
         say(f"Training loss {last['loss']:.4g}, {accuracy}, {last['seconds']:.1f} s of training.")

@@ -13,6 +13,7 @@ from torch import Tensor
 from proxprop.lab.config import INCIDENTAL, Config, from_mapping
 from proxprop.lab.records import checkpoint, lines, sealed
 from proxprop.lab.records.environment import environment
+from proxprop.lab.records.fields import START, lists
 from proxprop.lab.records.lines import Row
 from proxprop.lab.refusal import Refused
 
@@ -75,7 +76,7 @@ class Run:
         """
         path = self.folder / "environment.json"
         try:
-            starts = sealed.read(path)["starts"] if path.exists() else []
+            starts = sealed.read(path, lists("starts", START))["starts"] if path.exists() else []
         except sealed.Damaged as damage:
             starts = []
             self.note(f"{damage}; it was begun anew")
@@ -160,7 +161,7 @@ def _locked(folder: Path) -> IO[str]:
     """Hold the folder's lock until the file is closed or the process ends, however it ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("a+", encoding="utf-8")
+        lock = sealed.unlinked(folder / "lock").open("a+", encoding="utf-8")
     except OSError as error:
         raise Refused(f"cannot write into {folder}: {error.strerror}") from error
     try:

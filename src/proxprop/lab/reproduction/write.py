@@ -105,6 +105,7 @@ def write_tables(records: Sequence[Record], runs: Mapping[str, Sequence[Config]]
 def write_document(out: Path) -> Path:
     """Write the figures and REPRODUCTION.md from the CSV files of a folder; returns the document's path."""
     from proxprop.lab.figures.reproduction import figures
+    from proxprop.lab.figures.save import save
     from proxprop.lab.figures.style import styled
 
     results = Results.read(out)
@@ -113,8 +114,8 @@ def write_document(out: Path) -> Path:
         for name, figure in drawn.items():
             figure.draw_without_rendering()
             figure.set_layout_engine("none")  # laid out once, for both files
-            figure.savefig(out / f"{name}.svg", metadata={"Date": None})
-            figure.savefig(out / f"{name}.png", dpi=110)
+            save(figure, out / f"{name}.svg")
+            save(figure, out / f"{name}.png", dpi=110)
     path = out / DOCUMENT
     write_bytes(path, document(results).encode())
     return path
