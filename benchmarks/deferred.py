@@ -30,9 +30,9 @@ from proxprop.solvers.exact import by_factor
 
 METHODS = ("backprop", "immediate", "deferred", "running-1", "running-10", "observe-10")
 RUNNING = {
-    "running-1": Running(every=1),
-    "running-10": Running(every=10),
-    "observe-10": Running(every=10, observe=10),
+    "running-1": Running(update_every=1, invert_every=1),
+    "running-10": Running(update_every=1, invert_every=10),
+    "observe-10": Running(update_every=10, invert_every=10),
 }
 DEFAULT = ("mlp-500", "resnet18-128", "gpt2-block-8x1024")
 SIZES = (256, 512, 1024, 2048, 4096, 8192, 11008)

@@ -15,9 +15,9 @@ RESULTS = Path(__file__).parents[1] / "results"
 OVERHEAD = {
     "immediate": "immediate",
     "deferred": "deferred",
-    "running-1": "running, `every=1`",
-    "running-10": "running, `every=10`",
-    "observe-10": "and `observe=10`",
+    "running-1": "running, `update_every=1, invert_every=1`",
+    "running-10": "`update_every=1, invert_every=10`",
+    "observe-10": "`update_every=10, invert_every=10`",
 }
 PLAIN = "the gradient"
 MUON = {"backprop": PLAIN, "exact": "S of the batch", "running:10": "a running S"}
@@ -48,7 +48,8 @@ rest, both at this learning rate (Muon's scaled to match AdamW's). Made by `prox
 UNDER_ADAMW = """## Under AdamW, a small GPT
 
 `examples/gpt.py`: six layers, 384 wide, 64 windows of 256 bytes of Python's own source a step, 1,200 steps in bf16,
-`Running(decay=0.95, every=10, damping=ρ, rows=...)`: loss on held-out text in nats a byte; records in `results/gpt/`.
+`Running(decay=0.95, update_every=1, invert_every=10, damping=ρ, rows=...)`: loss on held-out text in nats a byte;
+records in `results/gpt/`.
 """
 
 GPT_TIMES = """The gradient's best rate is the largest of its three, so that a larger one may be better yet, and S was
@@ -120,8 +121,8 @@ def fed(row: dict) -> str:
     if row["damping"] is None:
         return PLAIN
     rows = "" if row["rows"] is None else f", {row['rows']:,} rows"
-    observe = row.get("observe", 1)
-    steps = "" if observe == 1 else f", S of one step in {observe}"
+    every = row.get("update_every", row.get("observe", 1))  # records from before 0.2 say "observe"
+    steps = "" if every == 1 else f", S of one step in {every}"
     return f"a running S, ρ = {row['damping']:g}{rows}{steps}"
 
 

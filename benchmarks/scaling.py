@@ -19,7 +19,7 @@ RESULTS = ROOT / "results"
 RANKS = (1, 8, 64, 512, 1024)
 ASSUMPTION = Network(inside=450e9, between=50e9)
 ALONE = Network(inside=1.0, between=1.0)
-MODES = (("each batch's S", 0), ("running, every=10", 10))
+MODES = (("each batch's S", 0), ("running, update_every=1", 10))
 MEASURED_AS = {"deferred": 0, "running-1": 1, "running-10": 10}
 """Timed methods that form S in feature space, and the model's `every` for them."""
 
@@ -101,7 +101,7 @@ def on_processes(ranks: dict[int, Record]) -> str:
                     f"{sums:.1f}",
                 ]
             )
-    header = ["step", "BackProp, ms", "immediate", "deferred", "running, every=10"]
+    header = ["step", "BackProp, ms", "immediate", "deferred", "running, update_every=1"]
     text += table([*header, "deferred − immediate, ms", "all-reduce of S predicts, ms"], steps)
     return text + (
         "\nBoth modes solve in feature space here, so that they differ by the sum of S over ranks. The difference is a "

@@ -114,7 +114,7 @@ def prepare(width: int, method: str) -> Callable[[], None]:
     if method == "deferred":
         proxprop.attach(optimizer, wrapped)
     elif method == "running-10":
-        proxprop.attach(optimizer, wrapped, running=Running(every=10))
+        proxprop.attach(optimizer, wrapped, running=Running(update_every=1, invert_every=10))
     x, y = torch.randn(BATCH, width), torch.randint(10, (BATCH,))
 
     def step() -> None:

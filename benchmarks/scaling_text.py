@@ -9,6 +9,13 @@ one machine; everything about more GPUs is computed from that and from assumed n
 EXACT = """## What is computed, and when it is the step of one process
 
 ```python
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import proxprop
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # under torchrun: "nccl" alone
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
 model = proxprop.convert(model, proxprop.Exact(), tau_theta=0.5, scaling="gradient")
 model = DistributedDataParallel(model)  # or fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -76,14 +83,14 @@ the steps. By this model:
   instead of eight, GPT-2 medium on 1,024 GPUs goes from {fast} to {strong} under DDP. Spreading a fixed batch over ever
   more GPUs is where ProxProp stops paying first.
 - **Each batch's S, factorised in every step**, costs {batch} on GPT-2 medium under DDP: every rank factorises every
-  S, and no number of GPUs makes that less. Use `Running(every=10)` beyond small layers.
+  S, and no number of GPUs makes that less. Use `Running()` beyond small layers.
 - **Slow networks**: at 1.25 GB/s between nodes (10 Gbit/s Ethernet) BackProp itself waits for gradients, and S waits
   with them: {slow} on 1,024 GPUs under DDP.
 - **BackProp in BF16**: S is a product in TF32 beside BackProp's in half precision. For Llama-7B's shapes on 1,024 GPUs
   the ratio is {whole}; S from 2,048 rows of a GPU's batch (`Running(rows=2048)`) brings it to {sampled}.
 - **Memory is the wall for Llama-7B's shapes**: S with its running average takes {memory} GB on every GPU, because S
   is not sharded. Its 32 widest layers (11,008 features) are over half of it: leave them out with `exclude`, or let
-  `attach(limit=...)` leave them explicit. A layer as wide as a vocabulary is left explicit by default.
+  `attach(max_bytes=...)` leave them explicit. A layer as wide as a vocabulary is left explicit by default.
 
 The model leaves out kernels that overlap, the memory traffic of averages, and stragglers; attention's own FLOPs are in
 BackProp's measured speed but are not counted as such.

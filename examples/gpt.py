@@ -88,23 +88,23 @@ class GPT(nn.Module):
 class Method:
     """A learning rate; the damping of a running S, or None for AdamW alone; the rows S is estimated from, or all.
 
-    S is summed in the first of `observe` steps.
+    S is summed in the first of `update_every` steps.
     """
 
     lr: float
     damping: float | None = None
     rows: int | None = None
-    observe: int = 1
+    update_every: int = 1
 
     @classmethod
     def parse(cls, written: str) -> "Method":
-        """From `lr`, `lr:damping`, `lr:damping:rows` or `lr:damping:rows:observe`; rows may be empty."""
-        lr, damping, rows, observe, *_ = (*written.split(":"), "", "", "")
+        """From `lr`, `lr:damping`, `lr:damping:rows` or `lr:damping:rows:update_every`; rows may be empty."""
+        lr, damping, rows, update_every, *_ = (*written.split(":"), "", "", "")
         return cls(
             float(lr),
             float(damping) if damping else None,
             int(rows) if rows else None,
-            int(observe) if observe else 1,
+            int(update_every) if update_every else 1,
         )
 
 
@@ -135,7 +135,11 @@ def train(method: Method, seed: int, options: argparse.Namespace) -> dict[str, o
     if method.damping is not None:
         proxprop.convert(model, proxprop.Exact())
         running = proxprop.Running(
-            decay=0.95, every=10, damping=method.damping, rows=method.rows, observe=method.observe
+            decay=0.95,
+            update_every=method.update_every,
+            invert_every=10,
+            damping=method.damping,
+            rows=method.rows,
         )
         proxprop.attach(optimizer, model, running=running)
     if options.compile:

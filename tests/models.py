@@ -258,7 +258,7 @@ class ModelCase:
         data: its arguments, the same every time, in float64.
         layers: names of converted layers whose directions are compared with an independent computation.
         explicit: names of modules that must stay explicit, and words that `summary` must say of each.
-        kinds: classes to convert, where the default ones are not enough.
+        module_types: classes to convert, where the default ones are not enough.
         note: what the table should say of it.
     """
 
@@ -267,7 +267,7 @@ class ModelCase:
     data: Callable[[], dict[str, Tensor]]
     layers: tuple[str, ...]
     explicit: dict[str, str]
-    kinds: Sequence[type[nn.Module]] | None = None
+    module_types: Sequence[type[nn.Module]] | None = None
     note: str = ""
 
     def model(self) -> nn.Module:
@@ -306,7 +306,6 @@ MODELS = [
         sentences,
         ("transformer.h.0.attn.c_attn", "transformer.h.0.mlp.c_fc", "transformer.h.1.mlp.c_proj"),
         {"lm_head": LAST, "transformer.wpe": "Embedding", "transformer.ln_f": "LayerNorm"},
-        note="after `proxprop.register(Conv1D, transposed=True)`",
     ),
     ModelCase(
         "Llama of `transformers`",
@@ -317,7 +316,7 @@ MODELS = [
             "model.layers.0.mlp.down_proj",
             "model.layers.1.self_attn.v_proj",
         ),
-        {"lm_head": LAST, "model.embed_tokens": "Embedding", "model.norm": "not a kind"},
+        {"lm_head": LAST, "model.embed_tokens": "Embedding", "model.norm": "not a class"},
     ),
     ModelCase(
         "U-Net",
@@ -347,7 +346,7 @@ MODELS = [
         graph,
         ("conv1", "conv2", "hidden"),
         {"head": LAST},
-        kinds=(GraphConv, nn.Linear),
-        note="asked for with `kinds=[GraphConv, nn.Linear]`, solved matrix-free through autograd",
+        module_types=(GraphConv, nn.Linear),
+        note="asked for with `module_types=[GraphConv, nn.Linear]`, solved matrix-free through autograd",
     ),
 ]

@@ -33,7 +33,7 @@ def test_activation_checkpointing(solver, use_reentrant: bool) -> None:
 def test_checkpoints_in_a_row_with_a_generic_layer(use_reentrant: bool) -> None:
     model = plain_model()
     model.insert(2, nn.GroupNorm(1, 3).double())
-    proxprop.convert(model, CG(2), kinds=[nn.GroupNorm, nn.Linear])
+    proxprop.convert(model, CG(2), module_types=[nn.GroupNorm, nn.Linear])
     input = images().requires_grad_()
     expected = directions(model, input)
     found = directions(

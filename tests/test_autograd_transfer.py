@@ -46,7 +46,9 @@ def stacked_oracle(module: Graph, X: Tensor, P: Tensor, G: Tensor, k: int, tau: 
     return {name: part.view_as(module.get_parameter(name)) for name, part in zip(names, parts, strict=True)}
 
 
-@pytest.mark.compatibility("Any class that is linear in its parameters (`kinds=[...]`)", section="Layers")
+@pytest.mark.compatibility(
+    "Any class that is linear in its parameters (`module_types=[...]`)", section="Layers"
+)
 @pytest.mark.parametrize("k", [1, 2, 5])
 @pytest.mark.parametrize("frozen", [[], ["bias"], ["weight"]])
 def test_direction_is_textbook_cg_on_all_parameters_stacked(k: int, frozen: list[str]) -> None:
@@ -55,7 +57,7 @@ def test_direction_is_textbook_cg_on_all_parameters_stacked(k: int, frozen: list
         module.get_parameter(name).requires_grad_(False)
     G = randn(5, 3, seed=3)
     expected = stacked_oracle(module, X, P, G, k, tau=0.6)
-    proxprop.convert(module, CG(k), tau_theta=0.6, kinds=[Graph], include_last=True)
+    proxprop.convert(module, CG(k), tau_theta=0.6, module_types=[Graph], include_last=True)
     module(X, None, adjacency=P).backward(G)
     for name, parameter in module.named_parameters():
         if name in expected:
@@ -67,7 +69,7 @@ def test_direction_is_textbook_cg_on_all_parameters_stacked(k: int, frozen: list
 def test_forward_and_input_gradients_are_the_modules_own() -> None:
     module, X, P = graph_model()
     plain = copy.deepcopy(module)
-    proxprop.convert(module, kinds=[Graph], include_last=True)
+    proxprop.convert(module, module_types=[Graph], include_last=True)
     results = []
     for each in (plain, module):
         inputs = X.clone().requires_grad_(), P.clone().requires_grad_()
@@ -79,7 +81,7 @@ def test_forward_and_input_gradients_are_the_modules_own() -> None:
 
 def test_buffers_and_random_state_move_as_in_the_plain_module() -> None:
     module, X, P = graph_model()
-    proxprop.convert(module, kinds=[Graph], include_last=True)
+    proxprop.convert(module, module_types=[Graph], include_last=True)
     state = torch.get_rng_state()
     module(X, adjacency=P).sum().backward()
     assert torch.equal(torch.get_rng_state(), state)
@@ -99,7 +101,7 @@ def test_agrees_with_the_structured_layer_under_one_step_length() -> None:
             return self.inner(input)
 
     wrapped = Wrapped(proxprop.revert(copy.deepcopy(structured)))
-    proxprop.convert(wrapped, CG(4), kinds=[Wrapped], include_last=True)
+    proxprop.convert(wrapped, CG(4), module_types=[Wrapped], include_last=True)
     assert isinstance(wrapped, proxprop.nn.ProximalLayer)
     X = randn(2, 2, 5, 5, seed=4)
     for layer in (structured, wrapped):
@@ -109,7 +111,7 @@ def test_agrees_with_the_structured_layer_under_one_step_length() -> None:
 
 def test_pickles_and_reverts() -> None:
     module, X, P = graph_model()
-    proxprop.convert(module, CG(2), tau_theta=0.3, kinds=[Graph], include_last=True)
+    proxprop.convert(module, CG(2), tau_theta=0.3, module_types=[Graph], include_last=True)
     clone = pickle.loads(pickle.dumps(module))
     assert (type(clone), clone.tau_theta) == (type(module), 0.3)
     assert torch.equal(clone(X, adjacency=P), module(X, adjacency=P))
@@ -150,7 +152,7 @@ def test_modules_that_are_not_linear_are_refused(make, error, message) -> None:
     module = make()
     with pytest.raises(error, match=message):
         check_linear(module, torch.ones(2, 3))
-    proxprop.convert(module, kinds=[type(module)], include_last=True)
+    proxprop.convert(module, module_types=[type(module)], include_last=True)
     with pytest.raises(error, match=message):
         module(torch.ones(2, 3))
 
@@ -160,9 +162,9 @@ def test_exact_has_no_space_for_an_unknown_module() -> None:
     with pytest.raises(
         ValueError, match=r"Graph: Exact\(\) cannot solve this layer in any space.*the layer has matrix_free"
     ):
-        proxprop.convert(module, Exact(), kinds=[Graph], include_last=True)
+        proxprop.convert(module, Exact(), module_types=[Graph], include_last=True)
     with pytest.raises(ValueError, match=r"Graph: CG.*cannot solve this layer in space 'feature'"):
-        proxprop.convert(module, CG(2), space="feature", kinds=[Graph], include_last=True)
+        proxprop.convert(module, CG(2), space="feature", module_types=[Graph], include_last=True)
 
 
 class Wrap(nn.Module):
@@ -184,20 +186,20 @@ def test_layers_inside_a_module_solved_as_a_whole_stay_plain() -> None:
     torch.manual_seed(0)
     model, X = Wrap().double(), randn(5, 3, seed=1)
     alone = wrapped_direction(
-        proxprop.convert(copy.deepcopy(model), CG(9), kinds=[Wrap], include_last=True), X
+        proxprop.convert(copy.deepcopy(model), CG(9), module_types=[Wrap], include_last=True), X
     )
     both = copy.deepcopy(model)
-    proxprop.convert(both, CG(9), kinds=[nn.Linear, Wrap], include_last=True)
+    proxprop.convert(both, CG(9), module_types=[nn.Linear, Wrap], include_last=True)
     assert type(both.inner) is nn.Linear
     earlier = proxprop.convert(copy.deepcopy(model), CG(9), include_last=True)
-    proxprop.convert(earlier, CG(9), kinds=[Wrap], include_last=True)
+    proxprop.convert(earlier, CG(9), module_types=[Wrap], include_last=True)
     for other in (both, earlier):
         assert relative_error(wrapped_direction(other, X), alone) < 1e-12
 
 
 def test_a_last_module_solved_as_a_whole_stays_explicit() -> None:
     model = nn.Sequential(nn.Linear(3, 3), Wrap())
-    proxprop.convert(model, kinds=[nn.Linear, Wrap])
+    proxprop.convert(model, module_types=[nn.Linear, Wrap])
     assert [isinstance(m, proxprop.nn.ProximalLayer) for m in (*model, model[1].inner)] == [
         True,
         False,
@@ -207,7 +209,10 @@ def test_a_last_module_solved_as_a_whole_stays_explicit() -> None:
 
 def test_buffers_are_those_of_the_forward_pass_and_inner_hooks_run() -> None:
     torch.manual_seed(0)
-    model, X = proxprop.convert(Wrap().double(), CG(9), kinds=[Wrap], include_last=True), randn(5, 3, seed=1)
+    model, X = (
+        proxprop.convert(Wrap().double(), CG(9), module_types=[Wrap], include_last=True),
+        randn(5, 3, seed=1),
+    )
     expected = wrapped_direction(model, X).clone()
     calls = []
     model.inner.register_forward_hook(lambda *_: calls.append(1))
@@ -221,7 +226,7 @@ def test_buffers_are_those_of_the_forward_pass_and_inner_hooks_run() -> None:
 
 
 def test_half_precision_with_a_floating_buffer() -> None:
-    model = proxprop.convert(Wrap().bfloat16(), CG(2), kinds=[Wrap], include_last=True)
+    model = proxprop.convert(Wrap().bfloat16(), CG(2), module_types=[Wrap], include_last=True)
     model(torch.ones(4, 3, dtype=torch.bfloat16)).sum().backward()
     assert model.inner.weight.grad.dtype == torch.bfloat16
 
@@ -238,7 +243,7 @@ class Lookup(nn.Module):
 
 
 def test_in_place_operations_do_not_reach_a_parameter_through_its_view() -> None:
-    model = proxprop.convert(Lookup(), CG(2), kinds=[Lookup], include_last=True)
+    model = proxprop.convert(Lookup(), CG(2), module_types=[Lookup], include_last=True)
     output = model(3)
     output += 5.0
     output.sum().backward()

@@ -2,7 +2,9 @@
 
 import copy
 from collections.abc import Callable
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -30,7 +32,7 @@ class Scale(nn.Module):
 
 
 def generic() -> nn.Module:
-    return proxprop.convert(Scale(), CG(2), kinds=[Scale], include_last=True)
+    return proxprop.convert(Scale(), CG(2), module_types=[Scale], include_last=True)
 
 
 @row("Shapes that do not fit", "refused", "torch's own message")
@@ -79,7 +81,7 @@ def test_inputs_that_are_no_tensor(make) -> None:
 
 def assert_message_is_torchs(make: Callable[[], nn.Module], input: Tensor) -> None:
     plain = make()
-    layer = proxprop.convert(copy.deepcopy(plain), kinds="all", include_last=True)
+    layer = proxprop.convert(copy.deepcopy(plain), module_types="all", include_last=True)
     messages = []
     for each in (plain, layer):
         with pytest.raises((RuntimeError, TypeError, ValueError, IndexError)) as caught:
@@ -112,6 +114,33 @@ def test_complex_parameters_are_refused_by_constructors_and_calls() -> None:
     layer = proxprop.nn.Linear(4, 3).to(torch.complex64)
     with pytest.raises(TypeError, match=COMPLEX):
         layer(torch.ones(2, 4, dtype=torch.complex64))
+
+
+@row("Complex inputs", "refused", "their imaginary part would be lost; leave such layers out with `exclude`")
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_inputs_are_refused(dtype: torch.dtype) -> None:
+    layer = generic()
+    with pytest.raises(
+        TypeError, match=r"^Scale: input and output should be real but are complex; .*exclude"
+    ):
+        layer(torch.ones(2, 4, dtype=dtype))
+    with torch.no_grad():
+        assert layer(torch.ones(2, 4, dtype=dtype)).is_complex()
+
+
+class Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2, dtype=torch.complex64)
+
+    def forward(self, input):
+        return self.inner(input.to(torch.complex64)).real
+
+
+@no_complex
+def test_complex_parameters_of_inner_modules_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"^Inside: inner\.weight should be real"):
+        proxprop.convert(Inside(), CG(1), module_types=[Inside], include_last=True)
 
 
 @no_complex
@@ -167,7 +196,7 @@ def test_sparse_and_nested_inputs(layout: str, solver) -> None:
 ])  # fmt: skip
 @SOLVERS
 def test_empty_batches(make, shape, solver, scaling: str) -> None:
-    layer = proxprop.convert(make(), solver, scaling=scaling, kinds="all", include_last=True)
+    layer = proxprop.convert(make(), solver, scaling=scaling, module_types="all", include_last=True)
     layer(torch.ones(shape)).sum().backward()
     for parameter in layer.parameters():
         assert torch.equal(parameter.grad, torch.zeros_like(parameter))
@@ -224,19 +253,28 @@ def test_a_first_batch_with_nan_in_a_generic_layer() -> None:
     (-1.0, ValueError, "tau_theta should be > 0 and finite but is -1.0"),
     (float("inf"), ValueError, "tau_theta should be > 0 and finite but is inf"),
     (float("nan"), ValueError, "tau_theta should be > 0 and finite but is nan"),
-    ("1", TypeError, "tau_theta should be a number but is '1'"),
-    (None, TypeError, "tau_theta should be a number but is None"),
-    (True, TypeError, "tau_theta should be a number but is True"),
+    ("1", TypeError, "tau_theta should be a real number but is '1'"),
+    (None, TypeError, "tau_theta should be a real number but is None"),
+    (True, TypeError, "tau_theta should be a real number but is True"),
+    (1 + 0j, TypeError, r"tau_theta should be a real number but is \(1\+0j\)"),
+    (np.complex64(1), TypeError, r"tau_theta should be a real number but is np\.complex64"),
+    (np.True_, TypeError, r"tau_theta should be a real number but is np\.True_"),
 ])  # fmt: skip
 def test_bad_tau_theta(tau_theta, error, message: str) -> None:
     for attempt in (
         lambda: proxprop.convert(nn.Linear(2, 2), tau_theta=tau_theta, include_last=True),
         lambda: proxprop.nn.Conv2d(1, 1, 1, tau_theta=tau_theta),
         lambda: setattr(proxprop.nn.Linear(2, 2), "tau_theta", tau_theta),
-        lambda: proxprop.Settings(tau_theta=tau_theta),
     ):
         with pytest.raises(error, match=message):
             attempt()
+
+
+@pytest.mark.parametrize("number", [np.float16, np.float32, np.float64, np.int64, Fraction, int], ids=str)
+def test_any_real_number_is_a_tau_theta(number) -> None:
+    layer = proxprop.convert(nn.Linear(2, 2), tau_theta=number(2), include_last=True)
+    assert type(layer.tau_theta) is float
+    assert layer.tau_theta == 2.0
 
 
 @row("`CG(0)` and other counts that are none", "refused", "the message says what is accepted")
@@ -261,16 +299,16 @@ def test_unknown_patterns(pattern: str) -> None:
     assert type(model[3]) is nn.Linear
 
 
-@row("Patterns and kinds of the wrong type", "refused", "the message says what is accepted")
+@row("Patterns and module types of the wrong type", "refused", "the message says what is accepted")
 @pytest.mark.parametrize(("arguments", "error", "message"), [
     ({"exclude": "head"}, TypeError, r"exclude should be a list of patterns but is one string: write \['head'\]"),
     ({"exclude": [3]}, TypeError, r"exclude.*pattern.*but.*3"),
     ({"exclude": 3}, TypeError, r"exclude should be a list of patterns but is 3"),
-    ({"kinds": "linear"}, ValueError, r"kinds should be .*'linear'"),
-    ({"kinds": ["Linear"]}, TypeError, r"kinds should hold module classes such as nn.Linear but holds 'Linear'"),
-    ({"kinds": nn.Linear}, TypeError, r"kinds should .*list.*Linear"),
-    ({"kinds": []}, ValueError, r"kinds"),
+    ({"module_types": "linear"}, ValueError, r"module_types should be .*'linear'"),
+    ({"module_types": ["Linear"]}, TypeError, r"module_types should hold module classes such as nn.Linear but holds 'Linear'"),
+    ({"module_types": nn.Linear}, TypeError, r"module_types should .*list.*Linear"),
+    ({"module_types": []}, ValueError, r"module_types"),
 ])  # fmt: skip
-def test_patterns_and_kinds_of_the_wrong_type(arguments, error, message: str) -> None:
+def test_patterns_and_module_types_of_the_wrong_type(arguments, error, message: str) -> None:
     with pytest.raises(error, match=message):
         proxprop.convert(proxprop.revert(small_model()), **arguments)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import logging
 import pickle
 import threading
 
@@ -90,14 +91,14 @@ def test_converting_again_changes_the_settings() -> None:
 
 
 def test_two_calls_give_layers_different_solvers() -> None:
-    model = proxprop.convert(small_model(), CG(3), kinds=[nn.Conv2d])
-    proxprop.convert(model, Exact(), kinds=[nn.Linear])
+    model = proxprop.convert(small_model(), CG(3), module_types=[nn.Conv2d])
+    proxprop.convert(model, Exact(), module_types=[nn.Linear])
     assert [model.get_submodule(name).solver for name in proximal_names(model)] == [CG(3), Exact(), Exact()]
 
 
 def test_the_last_layer_counts_even_when_its_kind_is_not_asked_for() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten(), nn.Linear(2, 2))
-    assert proximal_names(proxprop.convert(model, kinds=[nn.Conv2d])) == ["0"]
+    assert proximal_names(proxprop.convert(model, module_types=[nn.Conv2d])) == ["0"]
 
 
 @pytest.mark.parametrize(("exclude", "left"), [
@@ -208,6 +209,145 @@ def test_subclasses_with_their_own_forward_are_not_taken_for_their_base() -> Non
     assert proximal_names(proxprop.convert(model)) == ["1"]
 
 
+def test_a_last_layer_that_can_not_be_converted_is_still_the_last() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), Doubled(3, 2))
+    assert proximal_names(proxprop.convert(model)) == ["0", "1"]
+    attention = nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 2))  # its out_proj is inside it
+    assert proximal_names(proxprop.convert(attention)) == ["0"]
+
+
+class Named(nn.Linear):
+    """A subclass such as libraries of models write: it computes what its base does."""
+
+    def __init__(self, inputs: int, outputs: int, *, label: str = "hidden") -> None:
+        super().__init__(inputs, outputs)
+        self.label = label
+
+    def shout(self) -> str:
+        return self.label.upper()
+
+
+class Unfolded(nn.Conv2d):
+    def _conv_forward(self, input, weight, bias):
+        return 2 * super()._conv_forward(input, weight, bias)
+
+
+def test_a_subclass_that_changes_no_call_is_converted_as_its_base() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Named(3, 4, label="first"), nn.Tanh(), Named(4, 2)).double()
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    plain.load_state_dict(model.state_dict())
+    proxprop.convert(model, Exact())
+    proxprop.convert(plain, Exact())
+    assert proximal_names(model) == ["0"]
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        each.zero_grad()
+        each(torch.ones(5, 3).double()).square().sum().backward()
+        plain.zero_grad()
+        plain(torch.ones(5, 3).double()).square().sum().backward()
+        assert torch.equal(each[0].weight.grad, plain[0].weight.grad)
+        assert isinstance(each[0], Named)
+        assert isinstance(each[0], proxprop.nn.Linear)
+        assert each[0].shout() == "FIRST"
+    assert type(proxprop.revert(model)[0]) is Named
+    assert proximal_names(proxprop.convert(model, module_types=[nn.Linear])) == ["0"]
+    assert proximal_names(proxprop.convert(proxprop.revert(model), module_types=[Named])) == ["0"]
+
+
+@pytest.mark.parametrize("make", [
+    lambda: Unfolded(3, 3, 1),
+    lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 3, 1)),
+    lambda: type("Overridden", (nn.Conv2d,), {"__call__": lambda self, x: x})(3, 3, 1),
+])  # fmt: skip
+def test_a_subclass_that_changes_a_call_is_left_alone(make) -> None:
+    model = nn.Sequential(make(), nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1))
+    assert proximal_names(proxprop.convert(model)) == ["1"]
+
+
+class Transposed(nn.Module):
+    """A linear layer that proxprop does not know."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(inputs, outputs)), nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, input):
+        return input @ self.weight + self.bias
+
+
+def test_unknown_layers_beside_the_last_one_are_named_with_what_to_do() -> None:
+    model = nn.Sequential(
+        nn.Embedding(5, 4), Transposed(4, 4), nn.LayerNorm(4), Transposed(4, 4), nn.Linear(4, 2)
+    )
+    message = (
+        r"only linear or convolutional layer is its last layer, .*include_last=True; its other parameters are in "
+        r"Embedding, LayerNorm, 2 Transposed\. .*module_types=\[\.\.\.\].*proxprop\.register"
+    )
+    with pytest.raises(ValueError, match=message):
+        proxprop.convert(model)
+    with pytest.raises(
+        ValueError, match=r"nothing to convert: no linear .*in 2 Transposed\. .*proxprop\.register"
+    ):
+        proxprop.convert(nn.Sequential(Transposed(4, 4), Transposed(4, 4)))
+
+
+def test_unregister_undoes_register() -> None:
+    model = nn.Sequential(Transposed(4, 4), nn.Linear(4, 2))
+    proxprop.register(Transposed, transposed=True)
+    try:
+        assert proximal_names(proxprop.convert(model)) == ["0"]
+    finally:
+        proxprop.unregister(Transposed)
+    assert type(proxprop.revert(model)[0]) is Transposed
+    with pytest.raises(ValueError, match=r"its other parameters are in Transposed"):
+        proxprop.convert(model)
+    for kind in (Transposed, nn.Linear):
+        with pytest.raises(ValueError, match=rf"{kind.__name__} was not registered"):
+            proxprop.unregister(kind)
+    with pytest.raises(TypeError, match=r"unregister should be given a module class but was given 3"):
+        proxprop.unregister(3)
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, input):
+        return self.inner(input)
+
+
+def test_layers_inside_one_that_is_solved_as_a_whole_are_not_told_as_left(caplog) -> None:
+    model = nn.Sequential(Around(), nn.Linear(3, 3))
+    with caplog.at_level(logging.INFO, "proxprop"):
+        proxprop.convert(model, module_types=[Around])
+    (record,) = caplog.records
+    assert record.getMessage() == "converted layers: 1; left explicit: 1 (the last layer)"
+
+
+def test_convert_tells_the_log_what_was_left_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(
+        *(nn.Linear(3, 3) for _ in range(4)), Doubled(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+    )
+    model[1].forward = model[1].forward
+    model[5].requires_grad_(False)
+    with caplog.at_level(logging.INFO, "proxprop"):
+        proxprop.convert(model, exclude=["2"])
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert told == [
+        ("INFO", "converted layers: 3; left explicit: 2 (excluded), 6 (the last layer)"),
+        ("WARNING", "convert left explicit: 1 (its forward was replaced on the instance), "
+                    "4 (a subclass of Linear that may do more; see module_types and proxprop.register)"),
+    ]  # fmt: skip
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "proxprop"):
+        proxprop.convert(
+            nn.Sequential(nn.Conv1d(1, 1, 1), nn.Linear(3, 3), nn.Linear(3, 3)), module_types=[nn.Linear]
+        )
+    (record,) = caplog.records
+    assert record.getMessage() == "converted layers: 1; left explicit: 0 (no Linear), 2 (the last layer)"
+
+
 def test_a_forward_replaced_on_the_instance_is_left_alone() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
     model[0].forward = lambda input: input
@@ -223,7 +363,10 @@ def test_mistakes_are_told() -> None:
         TypeError, match=r"exclude should be a list of patterns but is one string: write \['head'\]"
     ):
         proxprop.convert(small_model(), exclude="head")
-    with pytest.raises(ValueError, match=r"nothing to convert: no Linear.*parameters are in LSTM.*kinds="):
+    with pytest.raises(
+        ValueError,
+        match=r"nothing to convert: no linear or convolutional layer; its parameters are in LSTM.*module_types=",
+    ):
         proxprop.convert(nn.LSTM(2, 2))
     with pytest.raises(ValueError, match=r"parameters are in no module"):
         proxprop.convert(nn.ReLU())
@@ -232,9 +375,9 @@ def test_mistakes_are_told() -> None:
     with pytest.raises(ValueError, match=r"nothing is left to convert.*exclude names them"):
         proxprop.convert(small_model(), exclude=["*"])
     with pytest.raises(
-        TypeError, match=r"kinds should hold module classes such as nn.Linear but holds 'Linear'"
+        TypeError, match=r"module_types should hold module classes such as nn.Linear but holds 'Linear'"
     ):
-        proxprop.convert(small_model(), kinds=["Linear"])
+        proxprop.convert(small_model(), module_types=["Linear"])
 
 
 def test_a_refused_conversion_changes_nothing() -> None:
@@ -251,8 +394,8 @@ def test_a_refused_conversion_changes_nothing() -> None:
     ({"tau_theta": -1.0}, ValueError, r"tau_theta should be > 0 and finite but is -1.0"),
     ({"tau_theta": float("inf")}, ValueError, r"tau_theta should be > 0 and finite but is inf"),
     ({"tau_theta": float("nan")}, ValueError, r"tau_theta should be > 0 and finite but is nan"),
-    ({"tau_theta": "1"}, TypeError, r"tau_theta should be a number but is '1'"),
-    ({"tau_theta": True}, TypeError, r"tau_theta should be a number but is True"),
+    ({"tau_theta": "1"}, TypeError, r"tau_theta should be a real number but is '1'"),
+    ({"tau_theta": True}, TypeError, r"tau_theta should be a real number but is True"),
     ({"scaling": "mean"}, ValueError, r"scaling should be one of paper, gradient but is 'mean'"),
     ({"space": "primal"}, ValueError, r"space should be one of sample, feature, matrix_free or None \(choose\)"),
     ({"solver": Exact(), "space": "matrix_free"}, ValueError, r"Exact\(\) cannot solve this layer in space 'matrix_free'"),
@@ -309,13 +452,13 @@ def test_excluding_a_part_of_attention_excludes_it_whole() -> None:
     assert proximal_names(proxprop.convert(Attends(), exclude=["*.out_proj"])) == ["widen"]
 
 
-def test_data_parallel_replicas_are_refused_and_empty_kinds_told() -> None:
+def test_data_parallel_replicas_are_refused_and_empty_module_types_told() -> None:
     model = proxprop.convert(small_model())
     replica = model[0]._replicate_for_data_parallel()
     with pytest.raises(RuntimeError, match=r"DataParallel's replicas.*DistributedDataParallel"):
         replica(torch.ones(1, 1, 4, 4))
-    with pytest.raises(ValueError, match=r"kinds is empty; it should be"):
-        proxprop.convert(small_model(), kinds=[])
+    with pytest.raises(ValueError, match=r"module_types is empty; it should be"):
+        proxprop.convert(small_model(), module_types=[])
 
 
 @pytest.mark.parametrize(

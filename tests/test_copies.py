@@ -240,4 +240,4 @@ def test_quantisation_aware_modules_stay_explicit_and_summary_says_why() -> None
 @quiet_observers
 def test_quantisation_aware_modules_are_refused_when_asked_for() -> None:
     with pytest.raises(ValueError, match=r"quantisation-aware"):
-        proxprop.convert(quantisation_aware(), kinds=[qat.Linear], include_last=True)
+        proxprop.convert(quantisation_aware(), module_types=[qat.Linear], include_last=True)

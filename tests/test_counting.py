@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import proxprop
 from cases import relative_error
 from proxprop import CG, Exact, device
+from training import handle_of
 
 works = pytest.mark.compatibility
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -48,7 +49,7 @@ def test_a_step_can_be_counted(
             loss = model(x).float().square().mean()
         loss.backward()
         if mode == "deferred":
-            proxprop.solve(model)
+            handle_of(model).solve()
         return [p.grad for p in model.parameters()]
 
     expected = directions()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import proxprop
 from cases import randn, relative_error
 from proxprop import CG, Exact, Running
-from proxprop.solvers import SAMPLE, Solution, Solver
-from training import assert_same, directions, images, loss_of, plain_model, small_model
+from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Solution, Solver
+from training import assert_same, directions, handle_of, images, loss_of, plain_model, small_model
 
 works = pytest.mark.compatibility
 
@@ -29,18 +29,15 @@ def hooks_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 @works("`detach` goes back to immediate mode", mode="deferred")
-@pytest.mark.parametrize("by", ["model", "optimizer", "handle"])
-def test_detach_undoes_everything(by: str) -> None:
+def test_detach_undoes_everything() -> None:
     model = small_model()
     expected = directions(copy.deepcopy(model), images())
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     optimizer = sgd(model)
     handle = proxprop.attach(optimizer, model)
     loss_of(model, images(seed=3)).backward()
-    if by == "handle":
+    for _ in range(2):  # the second time there is nothing left to undo
         handle.detach()
-    else:
-        proxprop.detach(model if by == "model" else optimizer)
     assert hooks_of(model, optimizer) == 0
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
     found = directions(model, images())
@@ -58,7 +55,7 @@ def test_nothing_outlives_a_model_that_is_dropped(detached: bool) -> None:
     loss_of(model, images()).backward()
     optimizer.step()
     if detached:
-        proxprop.detach(model)
+        handle.detach()
     gone = [weakref.ref(each) for each in (model, model[0].weight, optimizer, handle)]
     del model, optimizer, handle
     gc.collect()
@@ -70,7 +67,8 @@ def test_attaching_twice_says_what_to_do() -> None:
     optimizer = sgd(model)
     proxprop.attach(optimizer, model)
     with pytest.raises(
-        ValueError, match=r"0 is attached already: call proxprop\.detach\(model\) first, or pass all opt"
+        ValueError,
+        match=r"0 is attached already: call \.detach\(\) on what attach returned first, or pass all opt",
     ):
         proxprop.attach(optimizer, model)
     with pytest.raises(ValueError, match=r"0 is attached already"):
@@ -91,28 +89,83 @@ def test_what_can_not_be_attached_says_why() -> None:
         proxprop.attach([], model)
     with pytest.raises(TypeError, match=r"running should be a proxprop\.Running or None but is True"):
         proxprop.attach(sgd(model), model, running=True)
-    with pytest.raises(ValueError, match=r"limit should be a number of bytes but is -1"):
-        proxprop.attach(sgd(model), model, limit=-1)
-    with pytest.raises(ValueError, match=r"otherwise should be one of explicit, immediate but is 'never'"):
-        proxprop.attach(sgd(model), model, otherwise="never")
-    with pytest.raises(ValueError, match=r"solve: the model is not attached"):
-        proxprop.solve(model)
-    with pytest.raises(ValueError, match=r"detach: nothing is attached here"):
-        proxprop.detach(model)
-    with pytest.raises(TypeError, match=r"detach should be given a model or an optimizer but was given int"):
-        proxprop.detach(3)
+    with pytest.raises(ValueError, match=r"max_bytes should be a number of bytes but is -1"):
+        proxprop.attach(sgd(model), model, max_bytes=-1)
+    with pytest.raises(ValueError, match=r"fallback should be one of explicit, immediate but is 'never'"):
+        proxprop.attach(sgd(model), model, fallback="never")
     assert all(layer._attached is None for layer in (model[0], model[3]))
+
+
+def test_a_detached_handle_does_not_solve() -> None:
+    model = small_model()
+    handle = proxprop.attach(sgd(model), model)
+    handle.detach()
+    with pytest.raises(
+        RuntimeError, match=r"the handle was detached: call proxprop\.attach\(optimizer, model\) again"
+    ):
+        handle.solve()
+
+
+class LoRA(nn.Module):
+    """A wrapper such as PEFT's: it freezes a layer and trains two small ones beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base.out_features, bias=False)})
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.base_layer(input) + self.lora_B["default"](self.lora_A["default"](input))
+
+
+def adapted(*wrapped: int) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    proxprop.convert(model, Exact())
+    for index in wrapped:
+        model[index] = LoRA(model[index])
+    return model
+
+
+PLAIN = r"0\.lora_A\.default, 0\.lora_B\.default.*: plain, and trained beside converted layers that are frozen.*proxprop\.convert"
+
+
+def test_layers_that_were_added_after_convert_are_told() -> None:
+    model = adapted(0)
+    with pytest.warns(UserWarning, match=rf"^{PLAIN}\(model\) once more"):
+        handle = proxprop.attach(sgd(model), model)
+    handle.detach()
+    proxprop.convert(model, Exact())
+    assert list(proxprop.attach(sgd(model), model).choices) == [
+        *("0.base_layer", "0.lora_A.default", "0.lora_B.default", "2"),
+    ]
+
+
+def test_an_optimizer_of_added_layers_alone_is_told_to_convert_them() -> None:
+    model = adapted(0, 2)
+    trained = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    with pytest.raises(ValueError, match=rf"holds no parameter of the model's proximal layers: {PLAIN}"):
+        proxprop.attach(trained, model)
+
+
+def test_a_frozen_layer_beside_trained_ones_is_nothing_to_tell() -> None:
+    model = adapted()
+    model[0].requires_grad_(False)
+    proxprop.attach(sgd(model), model).detach()
+    model[2].requires_grad_(False)  # all that trains is the last layer, which stays explicit
+    proxprop.attach(sgd(model), model)
 
 
 def test_convert_and_revert_ask_to_detach_first() -> None:
     model = small_model()
-    proxprop.attach(sgd(model), model)
+    handle = proxprop.attach(sgd(model), model)
     for change in (proxprop.revert, proxprop.convert):
         with pytest.raises(
-            ValueError, match=r"attached to an optimizer: call proxprop\.detach\(model\) first"
+            ValueError,
+            match=r"attached to an optimizer: call \.detach\(\) on what proxprop\.attach returned first",
         ):
             change(model)
-    proxprop.detach(model)
+    handle.detach()
     proxprop.revert(model)
 
 
@@ -185,7 +238,7 @@ def test_a_model_may_be_moved_to_another_precision_between_steps() -> None:
     assert_same({name: p.grad for name, p in model.named_parameters()}, expected, tolerance=1e-4)
 
 
-def wide(kinds="all", **options) -> nn.Sequential:
+def wide(**options) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     return proxprop.convert(model, Exact(), **options)
@@ -195,26 +248,26 @@ def wide(kinds="all", **options) -> nn.Sequential:
     "An S over the limit (vocabulary-sized layers)",
     mode="deferred",
     status="explicit",
-    note="or solved inside each backward (`otherwise`); a warning names the layer and the figure",
+    note="or solved inside each backward (`fallback`); a warning names the layer and the figure",
 )
-@pytest.mark.parametrize("otherwise", ["explicit", "immediate"])
-def test_an_s_over_the_limit_is_left_out_with_a_message(otherwise: str) -> None:
+@pytest.mark.parametrize("fallback", ["explicit", "immediate"])
+def test_an_s_over_the_limit_is_left_out_with_a_message(fallback: str) -> None:
     model = wide()
     optimizer = sgd(model)
     message = r"^0 (keeps BackProp's gradient|solves inside every backward): its S would take 13\.1 KiB, over the limit of 1\.95 KiB"
     with pytest.warns(UserWarning, match=message):
-        handle = proxprop.attach(optimizer, model, limit=2000, otherwise=otherwise)
-    assert handle.choices["0"].mode == otherwise
+        handle = proxprop.attach(optimizer, model, max_bytes=2000, fallback=fallback)
+    assert handle.choices["0"].mode == fallback
     assert handle.bytes == 7 * 7 * 8
-    assert f"0: {otherwise}, its S would take 13.1 KiB" in repr(handle)
+    assert f"0: {fallback}, its S would take 13.1 KiB" in repr(handle)
     assert "2: deferred, S takes 392 B" in repr(handle)
     row = proxprop.summary(model, randn(5, 40, seed=1)).rows[0]
-    assert row.status == ("explicit" if otherwise == "explicit" else "converted")
-    assert ("attached without an S" in row.reason) is (otherwise == "explicit")
+    assert row.status == ("explicit" if fallback == "explicit" else "converted")
+    assert ("attached without an S" in row.reason) is (fallback == "explicit")
     input = randn(5, 40, seed=1)
     copied = copy.deepcopy(model)
     model(input).square().sum().backward()
-    if otherwise == "explicit":
+    if fallback == "explicit":
         proxprop.revert(copied)
     copied(input).square().sum().backward()
     assert relative_error(model[0].weight.grad, copied[0].weight.grad) < 1e-12
@@ -254,7 +307,7 @@ class Scaled(nn.Module):
 )
 def test_layers_without_a_gram_matrix_are_named() -> None:
     model = nn.Sequential(nn.EmbeddingBag(5, 3), nn.Linear(3, 3)).double()
-    proxprop.convert(model, CG(1), kinds="all", include_last=True)
+    proxprop.convert(model, CG(1), module_types="all", include_last=True)
     with pytest.warns(
         UserWarning,
         match=r"^0 keeps BackProp's gradient: EmbeddingBag has no Gram matrix that could be summed",
@@ -266,7 +319,7 @@ def test_layers_without_a_gram_matrix_are_named() -> None:
 
 
 @works(
-    "Any class that is linear in its parameters (`kinds=[...]`)",
+    "Any class that is linear in its parameters (`module_types=[...]`)",
     section="Layers",
     mode="deferred",
     status="explicit",
@@ -274,9 +327,9 @@ def test_layers_without_a_gram_matrix_are_named() -> None:
 )
 def test_matrix_free_layers_are_named() -> None:
     model = nn.Sequential(Scaled(), nn.Linear(3, 3, dtype=torch.float64))
-    proxprop.convert(model, CG(1), kinds=[Scaled, nn.Linear], include_last=True)
+    proxprop.convert(model, CG(1), module_types=[Scaled, nn.Linear], include_last=True)
     with pytest.warns(UserWarning, match=r"^0 solves inside every backward: Scaled has no Gram matrix"):
-        handle = proxprop.attach(sgd(model), model, otherwise="immediate")
+        handle = proxprop.attach(sgd(model), model, fallback="immediate")
     assert handle.choices["0"].mode == "immediate"
     plain = copy.deepcopy(model)
     x = randn(4, 3, seed=1)
@@ -300,10 +353,10 @@ def test_ties_that_have_no_common_step_are_refused() -> None:
         model[2].weight = model[0].weight
         return proxprop.convert(model, CG(1), **options)
 
-    model = tied(kinds="all", include_last=True)
+    model = tied(module_types="all", include_last=True)
     with pytest.raises(ValueError, match=r"^0 and 2 share a parameter, but their parameters lie differently"):
         proxprop.attach(sgd(model), model)
-    model = tied(kinds=[nn.Embedding])
+    model = tied(module_types=[nn.Embedding])
     with pytest.raises(ValueError, match=r"^0 shares a parameter with 2, which is not deferred"):
         proxprop.attach(sgd(model), model)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
@@ -320,6 +373,48 @@ def test_names_are_those_of_the_users_model() -> None:
     handle = proxprop.attach(sgd(model), compiled, running=Running())
     assert list(handle.choices) == ["0", "3"]
     assert "0.S" in handle.state_dict()
+
+
+def test_summary_shows_what_the_mode_in_force_costs() -> None:
+    """Convolutions are solved matrix-free in immediate mode, and deferred mode forms their S."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 2))
+    model, example = proxprop.convert(model, CG(1)), torch.ones(2, 8, 8, 8)
+    before = proxprop.summary(model, example)
+    assert {row.plan.space for row in before.rows if row.plan} == {MATRIX_FREE}
+    assert before.flops == before.immediate_flops < before.deferred_flops
+    ratio = before.deferred_flops / sum(p.backprop_flops for row in before.rows for p in row.plans)
+    assert (
+        f"in deferred mode (attach) with S of 2 layers formed: {before.deferred_flops:.3g}, {ratio:.2f}x"
+        in str(before)
+    )
+    handle = proxprop.attach(sgd(model), model)
+    attached = proxprop.summary(model, example)
+    assert {row.plan.space for row in attached.rows if row.plan} == {FEATURE}
+    assert attached.flops == attached.deferred_flops == before.deferred_flops
+    assert f"S of 2 layers formed; in immediate mode: {before.flops:.3g}" in str(attached)
+    handle.detach()
+    assert str(proxprop.summary(model, example)) == str(before)
+
+
+def test_summary_of_running_averages_says_how_often_and_does_not_depend_on_the_step() -> None:
+    model, example = small_model(), images()
+    optimizer = sgd(model)
+    proxprop.attach(optimizer, model, running=Running(update_every=2, invert_every=4))
+    first = str(proxprop.summary(model, example))
+    assert "running averages: S is formed in one step of 2, and solved with in one of 4" in first
+    loss_of(model, example).backward()
+    optimizer.step()
+    assert str(proxprop.summary(model, example)) == first
+
+
+def test_summary_counts_the_rows_that_a_wide_layer_keeps() -> None:
+    model = proxprop.convert(nn.Sequential(nn.Linear(400, 8), nn.Linear(8, 2)), Exact())
+    example = torch.ones(3, 400)
+    proxprop.attach(sgd(model), model)
+    row = proxprop.summary(model, example).rows[0]
+    assert row.plan.space == SAMPLE
+    assert row.immediate[0].flops < row.plan.flops < row.plan.costs[FEATURE].flops
 
 
 def test_summary_shows_the_memory_of_s_before_a_run() -> None:
@@ -345,14 +440,21 @@ def test_observe_asks_to_detach_first() -> None:
     model = small_model()
     proxprop.attach(sgd(model), model)
     with (
-        pytest.raises(ValueError, match=r"solves inside backward: call proxprop\.detach\(model\) first"),
+        pytest.raises(
+            ValueError,
+            match=r"solves inside backward: call \.detach\(\) on what proxprop\.attach returned first",
+        ),
         proxprop.diagnostics.observe(model),
     ):
         pass
 
 
 @works("Nothing waits for the device", mode="deferred", note="a meta tensor has no number to wait for")
-@pytest.mark.parametrize("running", [None, Running(every=2), Running(every=2, damping=None)], ids=str)
+@pytest.mark.parametrize(
+    "running",
+    [None, Running(update_every=1, invert_every=2), Running(update_every=1, invert_every=2, damping=None)],
+    ids=str,
+)
 @pytest.mark.parametrize("solver", [Exact(), CG(2)], ids=str)
 def test_nothing_asks_for_a_number_on_the_host(running: Running | None, solver: Solver) -> None:
     model = small_model(solver, torch.float32).to("meta")
@@ -362,6 +464,6 @@ def test_nothing_asks_for_a_number_on_the_host(running: Running | None, solver: 
         for part in images(dtype=torch.float32).to("meta").split(2):
             model(part).square().mean().backward()
         if step != 1:  # one step is given up
-            proxprop.solve(model)
+            handle_of(model).solve()
         optimizer.zero_grad(set_to_none=False)
     assert all(p.grad.is_meta for p in model.parameters())

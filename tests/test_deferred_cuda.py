@@ -69,7 +69,12 @@ def test_rows_give_the_step_of_s(solver: Solver, samples: int) -> None:
 @SOLVERS
 @pytest.mark.parametrize(
     "running",
-    [None, Running(every=2), Running(every=2, rows=50), Running(every=2, observe=2)],
+    [
+        None,
+        Running(update_every=1, invert_every=2),
+        Running(update_every=1, invert_every=2, rows=50),
+        Running(update_every=2, invert_every=2),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -24,8 +24,8 @@ from test_copies import QAT, quantisation_aware, quiet_observers, saved_by
 from test_deferred import attached, grads, quiet_dynamo
 from test_export import operators, quiet_exporter, write
 from test_layers import Transposed, converted, last
-from test_models import Conv1D, captured, convert, expected_direction
-from training import assert_same, directions, images, loss_of, plain_model, small_model
+from test_models import captured, convert, expected_direction
+from training import assert_same, directions, handle_of, images, loss_of, plain_model, small_model
 
 FEW = pytest.mark.parametrize("solver", [Exact(), CG(2)], ids=str)
 MESSAGE = "the message says what is accepted"
@@ -52,11 +52,10 @@ def stepped(
 @pytest.fixture
 def registry() -> Iterator[None]:
     """Registrations made in a test end with it."""
-    table, default = dict(proxprop.nn.TABLE), list(proxprop.nn.BY_DEFAULT)
+    table = dict(proxprop.nn.TABLE)
     yield
     proxprop.nn.TABLE.clear()
     proxprop.nn.TABLE.update(table)
-    proxprop.nn.BY_DEFAULT[:] = default
 
 
 @pytest.fixture
@@ -467,7 +466,7 @@ def test_a_compiled_step() -> None:
 def test_a_generic_layer_inside_a_compiled_model() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), Scale(), nn.Tanh(), nn.Linear(4, 3)).double()
-    proxprop.convert(model, CG(2), kinds=[Scale, nn.Linear])
+    proxprop.convert(model, CG(2), module_types=[Scale, nn.Linear])
     eager = copy.deepcopy(model)
     found = []
     for each in (eager, model):
@@ -491,7 +490,7 @@ def test_a_generic_layer_inside_a_compiled_model() -> None:
 ], ids=["Conv1d", "ConvTranspose2d", "LayerNorm", "BatchNorm2d", "MultiheadAttention", "Embedding"])  # fmt: skip
 def test_every_kind_of_layer_compiled(make, shape) -> None:
     torch.manual_seed(0)
-    model = proxprop.convert(make().double(), CG(2), kinds="all", include_last=True)
+    model = proxprop.convert(make().double(), CG(2), module_types="all", include_last=True)
     input = randn(*shape, seed=1) if shape else torch.arange(6).view(2, 3)
     eager = copy.deepcopy(model)
     for each in (eager, model):
@@ -517,7 +516,7 @@ def test_a_model_attached_after_it_was_compiled_is_compiled_anew() -> None:
     assert_same(grads(model), expected, tolerance=1e-9)
     model[3].tau_theta = 0.01
     found = stepped(model, optimizer, images(), compiled)
-    proxprop.detach(model)
+    handle_of(model).detach()
     assert_same(found, directions(model, images(), compiled), tolerance=1e-9)
 
 
@@ -529,22 +528,20 @@ ROWS = [
         solver,
         id=f"{case.name}-{solver}",
         marks=works(case.name, "Models")
-        if case.kinds is None
+        if case.module_types is None
         else works(case.name, "Models", "explicit", "in deferred mode: no Gram matrix to sum"),
     )
     for case in MODELS
-    for solver in ([CG(3), Exact()] if case.kinds is None else [CG(3)])
+    for solver in ([CG(3), Exact()] if case.module_types is None else [CG(3)])
 ]
 
 
-@pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize(("case", "solver"), ROWS)
 def test_models_take_the_step_of_an_independent_computation(case: ModelCase, solver: Solver) -> None:
-    proxprop.register(Conv1D, transposed=True)
     plain = case.model()
     model = convert(case, copy.deepcopy(plain), solver)
     calls = captured(case, plain)
-    if case.kinds is not None:
+    if case.module_types is not None:
         with pytest.warns(UserWarning, match="keeps BackProp's gradient: GraphConv has no Gram matrix"):
             optimizer = attached(model)
     else:
@@ -553,7 +550,7 @@ def test_models_take_the_step_of_an_independent_computation(case: ModelCase, sol
     optimizer.step()
     for name, (inputs, G) in calls.items():
         layer = model.get_submodule(name)
-        if case.kinds is not None and type(plain.get_submodule(name)) in case.kinds[:1]:
+        if case.module_types is not None and type(plain.get_submodule(name)) in case.module_types[:1]:
             for mine, theirs in zip(layer.parameters(), plain.get_submodule(name).parameters(), strict=True):
                 assert relative_error(mine.grad, theirs.grad) < 1e-10
             continue
@@ -612,7 +609,7 @@ def test_sparse_and_nested_inputs(layout: str) -> None:
     ],
 )
 def test_a_step_of_nothing_is_zero(make, shape, solver: Solver, scaling: str) -> None:
-    layer = proxprop.convert(make(), solver, scaling=scaling, kinds="all", include_last=True)
+    layer = proxprop.convert(make(), solver, scaling=scaling, module_types="all", include_last=True)
     optimizer = attached(layer)
     layer(torch.ones(shape)).sum().backward()
     optimizer.step()
@@ -655,7 +652,7 @@ def test_settings_of_attached_layers_are_checked() -> None:
 
 
 @refused("Patterns that match nothing", "the message lists the layers there are", "Input")
-@refused("Patterns and kinds of the wrong type", MESSAGE, "Input")
+@refused("Patterns and module types of the wrong type", MESSAGE, "Input")
 def test_convert_checks_before_attach_can_be_called() -> None:
     with pytest.raises(ValueError, match="matches no module; there are: 0, 3, 5"):
         proxprop.convert(plain_model(), exclude=["hed.*"])

@@ -13,7 +13,7 @@ import proxprop
 from cases import randn, relative_error
 from proxprop import CG, Exact
 from test_optimizers import OPTIMIZERS, matrices
-from training import assert_same, directions, images, loss_of, small_model, targets
+from training import assert_same, directions, handle_of, images, loss_of, small_model, targets
 
 works = pytest.mark.compatibility
 SKIPPED = "An overflow skips the step and lowers the loss scale"
@@ -23,7 +23,7 @@ def grads(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def still(model: nn.Module, **options) -> tuple[torch.optim.Optimizer, proxprop.deferred.Deferred]:
+def still(model: nn.Module, **options) -> tuple[torch.optim.Optimizer, proxprop.deferred.Attached]:
     """An optimizer that moves nothing, attached."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     return optimizer, proxprop.attach(optimizer, model, **options)
@@ -156,7 +156,7 @@ def test_a_bias_that_nobody_zeroes_is_noticed() -> None:
 @works(
     "Gradient clipping, by norm and by value",
     mode="deferred",
-    note="of directions, after `proxprop.solve(model)`",
+    note="of directions, after `attached.solve()`",
 )
 def test_clipping_acts_on_directions_after_solve_and_nothing_is_solved_twice() -> None:
     model = small_model(Exact())
@@ -164,7 +164,7 @@ def test_clipping_acts_on_directions_after_solve_and_nothing_is_solved_twice() -
     optimizer, _ = still(model)
     total = torch.stack([value.norm() for value in expected.values()]).norm()
     loss_of(model, images()).backward()
-    proxprop.solve(model)
+    handle_of(model).solve()
     returned = nn.utils.clip_grad_norm_(model.parameters(), float(total) / 4)
     assert float(returned) == pytest.approx(float(total))
     optimizer.step()
@@ -269,7 +269,7 @@ def test_a_step_without_backward_changes_nothing() -> None:
     optimizer.step()
     found = grads(model)
     optimizer.step()
-    proxprop.solve(model)
+    handle_of(model).solve()
     assert_same(grads(model), found, tolerance=0.0)
 
 
@@ -319,7 +319,7 @@ def test_a_skipped_step_leaves_nothing_behind(unscale: bool, set_to_none: bool) 
             scaled_pass(each, scaler, factor=float("inf"), seed=7)
             if unscale:
                 scaler.unscale_(optimizer)
-                proxprop.solve(each)
+                handle_of(each).solve()
                 nn.utils.clip_grad_norm_(each.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
@@ -384,7 +384,7 @@ def test_a_closure_that_solves_itself_is_not_solved_again() -> None:
         optimizer.zero_grad()
         loss = loss_of(model, images())
         loss.backward()
-        proxprop.solve(model)
+        handle_of(model).solve()
         for parameter in model.parameters():
             parameter.grad.mul_(2)
         return loss
@@ -411,9 +411,9 @@ def test_training_with_cg_goes_down() -> None:
 def test_part_of_a_model_can_be_solved() -> None:
     model = small_model(Exact())
     expected = directions(copy.deepcopy(model), images())
-    optimizer, _ = still(model)
+    optimizer, handle = still(model)
     plain = directions(model, images())
-    proxprop.solve(model[3])
+    handle.solve(model[3].parameters())
     found = grads(model)
     assert relative_error(found["3.weight"], expected["3.weight"]) < 1e-9
     assert torch.equal(found["0.weight"], plain["0.weight"])
@@ -435,11 +435,11 @@ def test_a_wrapped_optimizer_is_attached_by_what_it_wraps() -> None:
     model = small_model(Exact())
     expected = directions(copy.deepcopy(model), images())
     wrapped = Wrapped(torch.optim.SGD(model.parameters(), lr=0.0))
-    proxprop.attach(wrapped, model)
+    handle = proxprop.attach(wrapped, model)
     directions(model, images())
     wrapped.step()
     assert_same(grads(model), expected, tolerance=1e-9)
-    proxprop.detach(wrapped)
+    handle.detach()
     assert model[0]._attached is None
 
 
@@ -466,7 +466,7 @@ def test_any_order_of_events_keeps_s_in_step_with_the_gradient(events: list[str]
             layer.zero_grad(set_to_none=event == "zero to none")
             rows, solved = [], False
         elif event in ("step", "solve") and rows:
-            optimizer.step() if event == "step" else proxprop.solve(layer)
+            optimizer.step() if event == "step" else handle_of(layer).solve()
             solved = True
             A = torch.cat([torch.cat([x, torch.ones(len(x), 1).double()], 1) for x, _ in rows])
             B = A.T @ torch.cat([G for _, G in rows])

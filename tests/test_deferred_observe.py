@@ -1,4 +1,4 @@
-"""`Running(observe=...)`: S of some steps only, and between them torch's own layers and the operators that are kept."""
+"""`Running(update_every=...)`: S of some steps only, and between them torch's own layers and the operators that are kept."""
 
 import copy
 import io
@@ -14,16 +14,16 @@ from torch.utils.checkpoint import checkpoint
 
 import proxprop
 from cases import randn, relative_error
-from proxprop import Exact, Running
-from proxprop.deferred import Deferred, together
+from proxprop import Attached, Exact, Running
+from proxprop.deferred import together
 from proxprop.solvers import Solver
 from test_deferred import Tied
 from test_deferred_running import SOLVERS, attached, batches, rows, stated, stepped
-from training import assert_same
+from training import assert_same, handle_of
 
 works = pytest.mark.compatibility
-FEATURE = "Running averages of S, observed in some steps (`Running(observe=...)`)"
-RUNNING = Running(decay=0.8, every=4, damping=0.3, observe=2)
+FEATURE = "Running averages of S, observed in some steps (`Running(update_every=...)`)"
+RUNNING = Running(decay=0.8, update_every=2, invert_every=4, damping=0.3)
 
 
 class Stated:
@@ -35,10 +35,10 @@ class Stated:
 
     def direction(self, x: Tensor, B: Tensor) -> Tensor:
         """D of the next step, with rows x and gradient `B [features, outputs]`."""
-        if self.step % self.running.observe == 0:
-            kept = self.running.decay**self.running.observe
+        if self.step % self.running.update_every == 0:
+            kept = self.running.decay**self.running.update_every
             self.S, self.N = kept * self.S + rows(x).T @ rows(x), kept * self.N + len(x)
-        if self.step % self.running.every == 0:
+        if self.step % self.running.invert_every == 0:
             self.C = self.S / self.N
         self.step += 1
         return stated(self.C, B, self.running.damping, self.solver)
@@ -65,9 +65,9 @@ def after_observed(running: Running = RUNNING, **options) -> tuple[nn.Module, to
 
 @works(FEATURE, mode="deferred")
 @SOLVERS
-@pytest.mark.parametrize(("every", "observe"), [(1, 1), (2, 2), (4, 2), (6, 3)])
-def test_the_direction_is_the_stated_one(solver: Solver, every: int, observe: int) -> None:
-    running = Running(decay=0.8, every=every, damping=0.3, observe=observe)
+@pytest.mark.parametrize(("update_every", "invert_every"), [(1, 1), (2, 2), (2, 4), (3, 6)])
+def test_the_direction_is_the_stated_one(solver: Solver, update_every: int, invert_every: int) -> None:
+    running = Running(decay=0.8, update_every=update_every, invert_every=invert_every, damping=0.3)
     layer, optimizer = attached(solver, running)
     expected = Stated(running, solver)
     for x, G in batches(9):
@@ -76,7 +76,7 @@ def test_the_direction_is_the_stated_one(solver: Solver, every: int, observe: in
 
 def test_a_step_between_runs_torchs_own_layer() -> None:
     layer, optimizer, _ = after_observed()
-    (system,) = layer._attached.deferred.systems
+    (system,) = layer._attached.handle.systems
     x, G = batches(2)[1]
     output = layer(x)
     assert type(output.grad_fn).__name__ == "AddmmBackward0"
@@ -126,7 +126,7 @@ def data(case: str, shape: tuple[int, ...], seed: int) -> Tensor:
 def directions(case: str, make: Callable, shape: tuple[int, ...], running: Running, zero: bool) -> Iterator:
     """What five steps of micro-batches leave in `.grad`."""
     torch.manual_seed(0)
-    model = proxprop.convert(make().double(), Exact(), kinds="all", include_last=True)
+    model = proxprop.convert(make().double(), Exact(), module_types="all", include_last=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     proxprop.attach(optimizer, model, running=running)
     for step in range(5):
@@ -143,7 +143,7 @@ def directions(case: str, make: Callable, shape: tuple[int, ...], running: Runni
 @pytest.mark.parametrize(("case", "make", "shape"), MODELS, ids=[case for case, *_ in MODELS])
 def test_without_memory_layers_of_every_kind_do_not_notice(case, make, shape, in_place: bool) -> None:
     """Of an average that forgets at once, only steps in which it is inverted matter: those that are observed."""
-    every, some = (Running(decay=0.0, every=2, observe=observe) for observe in (1, 2))
+    every, some = (Running(decay=0.0, update_every=steps, invert_every=2) for steps in (1, 2))
     pairs = zip(*(directions(case, make, shape, r, in_place) for r in (every, some)), strict=True)
     for expected, found in pairs:
         assert_same(found, expected)
@@ -182,12 +182,12 @@ def test_a_direction_that_was_clipped_is_not_solved_again(to_none: bool) -> None
     layer, optimizer, expected = after_observed()
     for x, G in batches(4)[1:]:
         layer(x).backward(G)
-        proxprop.solve(layer)
+        handle_of(layer).solve()
         D = expected.direction(x, gradient(x, G))
         assert relative_error(held(layer), D) < 1e-12
         nn.utils.clip_grad_norm_(layer.parameters(), 0.5)
         optimizer.step()
-        proxprop.solve(layer)
+        handle_of(layer).solve()
         assert relative_error(held(layer), 0.5 * D / D.norm()) < 1e-5  # clip_grad_norm_ adds 1e-6 to the norm
         optimizer.zero_grad(set_to_none=to_none)
 
@@ -198,7 +198,7 @@ def test_a_direction_that_was_solved_for_and_not_stepped_on() -> None:
     layer, optimizer, expected = after_observed()
     for x, G in batches(4)[1:]:
         layer(x).backward(G)
-        proxprop.solve(layer)
+        handle_of(layer).solve()
         assert relative_error(held(layer), expected.direction(x, gradient(x, G))) < 1e-12
         optimizer.zero_grad(set_to_none=False)
 
@@ -302,7 +302,7 @@ def test_a_gradient_that_was_added_to_a_direction_is_refused() -> None:
             optimizer.step()
         layer(x).backward(G)
         with pytest.raises(RuntimeError, match=r"still held the direction of the last step"):
-            proxprop.solve(layer)
+            handle_of(layer).solve()
         optimizer.zero_grad()
         layer(x).backward(G)
         optimizer.step()
@@ -313,7 +313,7 @@ def test_a_gradient_that_only_autograd_grad_asked_for_is_not_a_step() -> None:
     layer, optimizer, _ = after_observed()
     x, G = batches(2)[1]
     layer(x).backward(G)
-    proxprop.solve(layer)
+    handle_of(layer).solve()
     nn.utils.clip_grad_norm_(layer.parameters(), 0.5)
     before = held(layer)
     torch.autograd.grad((layer(x) * G).sum(), [layer.weight, layer.bias])
@@ -337,7 +337,7 @@ def test_a_step_between_does_not_warn_and_a_pass_that_skips_an_observed_s_does()
 @works(FEATURE, mode="deferred")
 @pytest.mark.parametrize("thawed", [False, True])
 def test_a_step_that_trains_other_parameters_is_observed(thawed: bool) -> None:
-    layer, optimizer = attached(Exact(), Running(decay=0.8, every=4, observe=4))
+    layer, optimizer = attached(Exact(), Running(decay=0.8, update_every=4, invert_every=4))
     layer.bias.requires_grad_(not thawed)
     (first, G), (x, H), (y, K) = batches(3)
     layer(first).backward(G)
@@ -387,12 +387,12 @@ def test_a_model_that_is_moved_between_observed_steps_keeps_its_operators() -> N
 @works(FEATURE, mode="deferred")
 @pytest.mark.parametrize("taken", [1, 2, 3, 5])
 def test_a_resumed_run_equals_one_that_went_on(taken: int) -> None:
-    def fresh() -> tuple[nn.Module, torch.optim.Optimizer, Deferred]:
+    def fresh() -> tuple[nn.Module, torch.optim.Optimizer, Attached]:
         torch.manual_seed(0)
         plain = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
         model = proxprop.convert(plain, Exact(), include_last=True)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        running = Running(decay=0.9, every=4, rows=5, observe=2)
+        running = Running(decay=0.9, update_every=2, invert_every=4, rows=5)
         return model, optimizer, proxprop.attach(optimizer, model, running=running)
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -434,7 +434,7 @@ def test_a_compiled_model_has_one_variant_for_observed_steps_and_one_for_others(
         plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
         model = proxprop.convert(plain, Exact(), include_last=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        proxprop.attach(optimizer, model, running=Running(decay=0.8, every=6, observe=3))
+        proxprop.attach(optimizer, model, running=Running(decay=0.8, update_every=3, invert_every=6))
         call = torch.compile(model, backend=backend, fullgraph=True) if compiled else model
         for step in range(10):
             optimizer.zero_grad()
@@ -470,9 +470,9 @@ def test_layers_that_are_turned_together_have_the_directions_of_each_alone(
 ) -> None:
     def train() -> Iterator[dict[str, Tensor]]:
         torch.manual_seed(0)
-        model = proxprop.convert(alike_layers().to(dtype), Exact(), kinds="all", include_last=True)
+        model = proxprop.convert(alike_layers().to(dtype), Exact(), module_types="all", include_last=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        handle = proxprop.attach(optimizer, model, running=Running(every=2))
+        handle = proxprop.attach(optimizer, model, running=Running(update_every=1, invert_every=2))
         for step in range(4):
             optimizer.zero_grad()
             model(randn(9, 4, seed=step).to(dtype)).square().sum().backward()
@@ -500,12 +500,12 @@ def test_layers_that_are_turned_together_take_a_few_calls(monkeypatch: pytest.Mo
     torch.manual_seed(0)
     model = proxprop.convert(nn.Sequential(*(nn.Linear(4, 4) for _ in range(8))), Exact(), include_last=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    proxprop.attach(optimizer, model, running=Running(every=2, observe=2))
+    proxprop.attach(optimizer, model, running=Running(update_every=2, invert_every=2))
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.ones(3, 4)).sum().backward()
         with torch.profiler.profile() as profile:
-            proxprop.solve(model)
+            handle_of(model).solve()
     called = [e.key for e in profile.key_averages() for _ in range(e.count) if e.key.startswith("aten::")]
     products = [key for key in called if re.search(r"::(bmm|mm|matmul|baddbmm_?)$", key)]
     assert products == ["aten::baddbmm_"] * 2
@@ -541,10 +541,10 @@ def test_optimizers_that_step_in_turn_each_keep_their_layers_together() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"observe": 0}, "observe should be a whole number of at least 1 but is 0"),
-        ({"observe": True}, "observe should be a whole number"),
-        ({"observe": 2.0}, "observe should be a whole number"),
-        ({"observe": 3}, "every should be a multiple of observe.* but they are 10 and 3"),
+        ({"update_every": 0}, "update_every should be a whole number of at least 1 but is 0"),
+        ({"update_every": True}, "update_every should be a whole number"),
+        ({"update_every": 2.0}, "update_every should be a whole number"),
+        ({"update_every": 3}, "invert_every should be a multiple of update_every.* but they are 10 and 3"),
     ],
     ids=str,
 )

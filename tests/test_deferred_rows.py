@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 import proxprop
 from cases import randn, relative_error
-from proxprop import CG, Exact, Running
-from proxprop.deferred import Deferred
+from proxprop import CG, Attached, Exact, Running
 from proxprop.deferred.rows import RowSolve, rows_pay
 from proxprop.settings import Settings
 from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Sizes, Solver
 from proxprop.transfer import LinearTransfer
+from training import handle_of
 
 SOLVERS = pytest.mark.parametrize("solver", [Exact(), CG(1), CG(3), CG(10), CG(3, per_output=False)], ids=str)
 FEW = pytest.mark.parametrize("solver", [Exact(), CG(3)], ids=str)
@@ -38,7 +38,7 @@ def wide(solver: Solver = EXACT, **options) -> proxprop.nn.Linear:
     return proxprop.nn.Linear(FEATURES, OUTPUTS, solver=solver, **options)
 
 
-def attached(layer: nn.Module, **options) -> tuple[torch.optim.Optimizer, Deferred]:
+def attached(layer: nn.Module, **options) -> tuple[torch.optim.Optimizer, Attached]:
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
     return optimizer, proxprop.attach(optimizer, layer, **options)
 
@@ -57,7 +57,7 @@ def grads(layer: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
 
 
-def kept(handle: Deferred) -> list[int]:
+def kept(handle: Attached) -> list[int]:
     """How many rows the first system holds, call by call."""
     return [len(rows) for rows in handle.systems[0]._rows]
 
@@ -415,7 +415,7 @@ def act(layer: nn.Module, optimizer: torch.optim.Optimizer, event: str, number: 
     elif event == "grad":
         torch.autograd.grad(layer(x).sum(), list(layer.parameters()))
     elif event in ("step", "solve"):
-        optimizer.step() if event == "step" else proxprop.solve(layer)
+        optimizer.step() if event == "step" else handle_of(layer).solve()
     elif layer.weight.grad is not None:
         layer.weight.grad.mul_(0.3) if event == "clip" else layer.weight.grad.add_(0.01)
 

@@ -14,7 +14,7 @@ from cases import randn, relative_error
 from proxprop import CG, Exact, Running
 from proxprop.solvers import Solver
 from test_deferred import Tied
-from training import assert_same, images, loss_of, plain_model, small_model
+from training import assert_same, handle_of, images, loss_of, plain_model, small_model
 
 works = pytest.mark.compatibility
 SOLVERS = pytest.mark.parametrize("solver", [Exact(), CG(2)], ids=str)
@@ -59,7 +59,9 @@ def stated(C: Tensor, B: Tensor, damping: float, solver: Solver) -> Tensor:
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("damping", [0.1, 1.0])
 def test_the_direction_is_the_stated_one(solver: Solver, every: int, damping: float) -> None:
-    layer, optimizer = attached(solver, Running(decay=0.8, every=every, damping=damping))
+    layer, optimizer = attached(
+        solver, Running(decay=0.8, update_every=1, invert_every=every, damping=damping)
+    )
     S, N = torch.zeros(5, 5, dtype=torch.float64), 0.0
     for step, (x, G) in enumerate(batches(5)):
         found = stepped(layer, optimizer, x, G)
@@ -77,7 +79,9 @@ def test_without_memory_and_damping_of_its_own_it_is_plain_deferred_mode(
     solver: Solver, scaling: str
 ) -> None:
     settings = {"tau_theta": 0.7, "scaling": scaling}
-    layer, optimizer = attached(solver, Running(decay=0.0, every=1, damping=None), **settings)
+    layer, optimizer = attached(
+        solver, Running(decay=0.0, update_every=1, invert_every=1, damping=None), **settings
+    )
     plain = proxprop.nn.Linear(4, 3, solver=solver, dtype=torch.float64, **settings)
     for x, G in batches(3):
         found = stepped(layer, optimizer, x, G)
@@ -98,7 +102,7 @@ def test_the_gradients_scale_is_kept() -> None:
     ]:
         layer = proxprop.nn.Linear(4, 3, bias=False, solver=solver, dtype=torch.float64)
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
-        proxprop.attach(optimizer, layer, running=Running(damping=damping))
+        proxprop.attach(optimizer, layer, running=Running(update_every=1, damping=damping))
         G = randn(8, 3, seed=3)
         layer(x).backward(G)
         optimizer.step()
@@ -124,9 +128,9 @@ def test_layers_of_every_kind_train_on_running_averages(rows: int | None) -> Non
     model = nn.Sequential(
         nn.Embedding(7, 4), nn.LayerNorm(4), nn.Conv1d(3, 4, 2, groups=1), nn.Flatten(), nn.Linear(12, 2)
     )
-    model = proxprop.convert(model.double(), Exact(), kinds="all", include_last=True)
+    model = proxprop.convert(model.double(), Exact(), module_types="all", include_last=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    proxprop.attach(optimizer, model, running=Running(every=3, rows=rows))
+    proxprop.attach(optimizer, model, running=Running(update_every=1, invert_every=3, rows=rows))
     input = torch.randint(7, (10, 3), generator=torch.Generator().manual_seed(0))
     losses = []
     for _ in range(20):
@@ -142,7 +146,9 @@ def test_layers_of_every_kind_train_on_running_averages(rows: int | None) -> Non
 def test_tied_layers_average_their_sum() -> None:
     model = proxprop.convert(Tied("own"), Exact())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    handle = proxprop.attach(optimizer, model, running=Running(decay=0.0, every=1, damping=None))
+    handle = proxprop.attach(
+        optimizer, model, running=Running(decay=0.0, update_every=1, invert_every=1, damping=None)
+    )
     immediate = proxprop.convert(Tied("own"), Exact())
     again = torch.optim.SGD(immediate.parameters(), lr=0.0)
     proxprop.attach(again, immediate)
@@ -158,15 +164,15 @@ def test_tied_layers_average_their_sum() -> None:
 
 
 def test_a_step_that_overflowed_does_not_stay_in_the_average() -> None:
-    layer, optimizer = attached(Exact(), Running(decay=0.8, every=1))
-    clean, clean_optimizer = attached(Exact(), Running(decay=0.8, every=1))
+    layer, optimizer = attached(Exact(), Running(decay=0.8, update_every=1, invert_every=1))
+    clean, clean_optimizer = attached(Exact(), Running(decay=0.8, update_every=1, invert_every=1))
     for i, (x, G) in enumerate(batches(3)):
         if i == 1:
             broken = x.clone()
             broken[0, 0] = float("inf")
             optimizer.zero_grad()
             layer(broken).backward(G)
-            proxprop.solve(layer)
+            handle_of(layer).solve()
             continue
         found, expected = stepped(layer, optimizer, x, G), stepped(clean, clean_optimizer, x, G)
         assert relative_error(found, expected) < 1e-12
@@ -175,15 +181,17 @@ def test_a_step_that_overflowed_does_not_stay_in_the_average() -> None:
 def test_a_layer_that_overflowed_is_left_out_alone() -> None:
     layers = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, bias=False)).double()
     model = proxprop.convert(layers, Exact(), include_last=True)
-    handle = proxprop.attach(torch.optim.SGD(model.parameters(), lr=0.0), model, running=Running(decay=0.8))
+    handle = proxprop.attach(
+        torch.optim.SGD(model.parameters(), lr=0.0), model, running=Running(update_every=1, decay=0.8)
+    )
     model(randn(6, 4, seed=1)).sum().backward()
-    proxprop.solve(model)
+    handle_of(model).solve()
     before = {name: value.clone() for name, value in handle.state_dict().items()}
     model.zero_grad()
     model[0](torch.full((5, 4), 1e200, dtype=torch.float64)).sum().backward()
     x = randn(7, 3, seed=2)
     model[1](x).sum().backward()
-    proxprop.solve(model)
+    handle_of(model).solve()
     after = handle.state_dict()
     assert torch.equal(after["0.S"], before["0.S"])
     assert float(after["0.samples"]) == 6
@@ -217,10 +225,13 @@ def test_sampled_rows_estimate_s_without_bias_and_with_the_stated_error(case, ma
     plain = make().double()
     input = randn(*shape, seed=1)
     layers = [
-        proxprop.convert(copy.deepcopy(plain), Exact(), include_last=True, kinds="all") for _ in range(2)
+        proxprop.convert(copy.deepcopy(plain), Exact(), include_last=True, module_types="all")
+        for _ in range(2)
     ]
     handles = [
-        proxprop.attach(torch.optim.SGD(layer.parameters(), lr=0.0), layer, running=Running(rows=count))
+        proxprop.attach(
+            torch.optim.SGD(layer.parameters(), lr=0.0), layer, running=Running(update_every=1, rows=count)
+        )
         for layer, count in zip(layers, (None, 7), strict=True)
     ]
     S = grams(case, handles[0], layers[0], input)
@@ -238,7 +249,7 @@ def test_sampled_rows_estimate_s_without_bias_and_with_the_stated_error(case, ma
 def single_rows(case: str, plain: nn.Module, input: Tensor) -> Tensor:
     """`aaᵀ` of every sample of a call, `[samples, groups, features, features]`."""
     seen = []
-    layer = proxprop.convert(copy.deepcopy(plain), Exact(), include_last=True, kinds="all")
+    layer = proxprop.convert(copy.deepcopy(plain), Exact(), include_last=True, module_types="all")
     inputs = (input, input.repeat(1, 2)[:, :3]) if case == "bilinear" else (input,)
     with layer._shown_to(lambda transfer, *_: seen.append(transfer)):
         layer(*inputs).sum().backward()
@@ -251,7 +262,7 @@ def single_rows(case: str, plain: nn.Module, input: Tensor) -> Tensor:
 def test_sampling_is_repeatable_and_leaves_torchs_random_state_alone() -> None:
     found = []
     for _ in range(2):
-        layer, optimizer = attached(Exact(), Running(rows=3))
+        layer, optimizer = attached(Exact(), Running(update_every=1, rows=3))
         torch.manual_seed(5)
         found.append(torch.stack([stepped(layer, optimizer, x, G) for x, G in batches(3)]))
         drawn = torch.rand(())
@@ -280,7 +291,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> N
 @pytest.mark.parametrize("through", ["torch.save", "distributed checkpoint"])
 @SOLVERS
 def test_a_resumed_run_equals_one_that_went_on(through: str, solver: Solver, tmp_path: Path) -> None:
-    running = Running(decay=0.9, every=3, rows=5)
+    running = Running(decay=0.9, update_every=1, invert_every=3, rows=5)
     model, optimizer, handle = training(running, solver)
     steps(model, optimizer, range(4))  # one step after a refresh
     state = {
@@ -351,8 +362,8 @@ def test_a_handle_without_running_averages_has_no_state() -> None:
     [
         ({"decay": 1.0}, "decay should be at least 0 and less than 1 but is 1.0"),
         ({"decay": -0.1}, "decay should be"),
-        ({"every": 0}, "every should be a whole number of at least 1 but is 0"),
-        ({"every": 2.5}, "every should be a whole number"),
+        ({"invert_every": 0}, "invert_every should be a whole number of at least 1 but is 0"),
+        ({"invert_every": 2.5}, "invert_every should be a whole number"),
         ({"rows": 0}, "rows should be a whole number of at least 1 but is 0"),
         ({"damping": 0.0}, "damping should be > 0 and finite, or None, but is 0.0"),
         ({"damping": float("inf")}, "damping should be"),
@@ -372,7 +383,7 @@ def test_the_first_layer_of_a_model_on_meta_has_a_state_too() -> None:
 
 
 def test_a_model_that_is_moved_keeps_its_averages_and_one_that_is_frozen_starts_anew() -> None:
-    running = Running(decay=0.5, every=5)
+    running = Running(decay=0.5, update_every=1, invert_every=5)
     layer, optimizer = attached(Exact(), running)
     same, same_optimizer = attached(Exact(), running)
     (x, G), (x2, G2) = batches(2)

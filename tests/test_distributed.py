@@ -109,7 +109,7 @@ ON_ANY_RANKS = [
     ),
     row("Running averages over ranks", "running-ddp", "running-fsdp"),
     row(
-        "Running averages over ranks, observed in some steps (`Running(observe=...)`)",
+        "Running averages over ranks, observed in some steps (`Running(update_every=...)`)",
         *(f"observe-{kind}{how}" for kind in ("ddp", "fsdp") for how in OBSERVED),
         "observe-ddp-bucket-view",
         "observe-ddp-static-graph",

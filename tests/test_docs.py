@@ -26,11 +26,29 @@ def ratio(network: str, method: str, precision: str = "fp32", record: str = "h20
     return f"{found:.2f}"
 
 
-def test_the_readmes_example_runs(capsys) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    names: dict[str, object] = {}
-    exec(example, names)
-    assert "Linear  16,640" in capsys.readouterr().out
+def snippets() -> list[tuple[str, str]]:
+    """Every fenced Python block of every page, with a name."""
+    found = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+        found += [(f"{page.stem}-{number}", block) for number, block in enumerate(blocks)]
+    return found
+
+
+PASTED = dict(snippets())
+
+
+@pytest.mark.parametrize("name", PASTED)
+def test_a_snippet_runs_as_pasted(name: str, tmp_path: Path) -> None:
+    """Each by itself, in a process and a folder of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", PASTED[name]], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    if name == "README-0":
+        assert "Linear  16,640" in done.stdout
+    if name == "deferred-1":
+        assert done.stdout in (ROOT / "docs" / "deferred.md").read_text()
 
 
 def test_the_readmes_ratios_are_the_records() -> None:

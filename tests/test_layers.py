@@ -106,7 +106,7 @@ def fresh(case: Case) -> nn.Module:
 
 
 def converted(module: nn.Module, solver: Solver, **settings) -> nn.Module:
-    return proxprop.convert(copy.deepcopy(module), solver, include_last=True, kinds="all", **settings)
+    return proxprop.convert(copy.deepcopy(module), solver, include_last=True, module_types="all", **settings)
 
 
 def compatibility(case: Case):
@@ -193,7 +193,7 @@ def test_embedding_is_divided_by_its_counts(
 def test_sparse_embedding_trains_under_sparse_adam() -> None:
     torch.manual_seed(0)
     model = proxprop.convert(
-        nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Flatten(), nn.Linear(12, 1)), kinds="all"
+        nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Flatten(), nn.Linear(12, 1)), module_types="all"
     )
     sparse = torch.optim.SparseAdam(model[0].parameters(), lr=0.1)
     losses = []
@@ -407,7 +407,7 @@ def test_options_that_are_not_linear_are_refused_with_a_reason(
 ) -> None:
     model = Calls(kind(*sizes, **option))
     with pytest.raises(ValueError, match=f"nothing is left to convert.*{why}"):
-        proxprop.convert(model, kinds=[kind])
+        proxprop.convert(model, module_types=[kind])
     with pytest.raises(ValueError, match=f"can't be proximal: {why}"):
         TABLE[kind](*sizes, **option)
     reasons = [row.reason for row in proxprop.summary(model, example).rows if row.name == "inner"]
@@ -437,11 +437,10 @@ class Halved(nn.Linear):
 @pytest.fixture
 def registry():
     """Registrations made in a test end with it."""
-    table, default = dict(TABLE), list(proxprop.nn.BY_DEFAULT)
+    table = dict(TABLE)
     yield
     TABLE.clear()
     TABLE.update(table)
-    proxprop.nn.BY_DEFAULT[:] = default
 
 
 @pytest.mark.compatibility(
@@ -475,7 +474,7 @@ def test_registering_what_is_not_linear_is_told() -> None:
         proxprop.register("Conv1D")
 
 
-def test_kinds_decide_what_is_converted() -> None:
+def test_module_types_decide_what_is_converted() -> None:
     def model() -> nn.Sequential:
         return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 2))
 
@@ -485,12 +484,12 @@ def test_kinds_decide_what_is_converted() -> None:
         ]
 
     assert names() == ["0", "2"]
-    assert names(kinds="all") == ["0", "1", "2"]
-    assert names(kinds=[nn.LayerNorm]) == ["1"]
+    assert names(module_types="all") == ["0", "1", "2"]
+    assert names(module_types=[nn.LayerNorm]) == ["1"]
     with pytest.raises(
-        ValueError, match="kinds should be \"all\", a list of module classes or None but is 'norm'"
+        ValueError, match="module_types should be \"all\", a list of module classes or None but is 'norm'"
     ):
-        names(kinds="norm")
+        names(module_types="norm")
 
 
 def test_table_and_plans_know_every_kind() -> None:

@@ -1,7 +1,6 @@
 """Models people really have: they convert, train, and their directions are those of an independent computation."""
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import proxprop
 from cases import relative_error, textbook_cg
 from models import MODELS, GraphConv, ModelCase
 from proxprop import Exact
-from proxprop.nn import BY_DEFAULT, TABLE, ProximalLayer
+from proxprop.nn import ProximalLayer
 from proxprop.solvers import CG, Solver
 
 ROWS = {case.name: pytest.mark.compatibility(case.name, section="Models", note=case.note) for case in MODELS}
@@ -21,23 +20,12 @@ CASES = [pytest.param(case, marks=ROWS[case.name], id=case.name) for case in MOD
 SOLVED = [
     pytest.param(case, solver, marks=ROWS[case.name], id=f"{case.name}-{solver}")
     for case in MODELS
-    for solver in ([CG(3), Exact()] if case.kinds is None else [CG(3)])
+    for solver in ([CG(3), Exact()] if case.module_types is None else [CG(3)])
 ]
 
 
-@pytest.fixture(autouse=True)
-def _hugging_face_layers() -> Iterator[None]:
-    """Register GPT-2's `Conv1D`, for these tests only."""
-    table, by_default = dict(TABLE), list(BY_DEFAULT)
-    proxprop.register(Conv1D, transposed=True)
-    yield
-    TABLE.clear()
-    TABLE.update(table)
-    BY_DEFAULT[:] = by_default
-
-
 def convert(case: ModelCase, model: nn.Module, solver: Solver = CG(3)) -> nn.Module:
-    return proxprop.convert(model, solver, tau_theta=0.5, kinds=case.kinds)
+    return proxprop.convert(model, solver, tau_theta=0.5, module_types=case.module_types)
 
 
 def captured(case: ModelCase, model: nn.Module) -> dict[str, tuple[tuple[Tensor, ...], Tensor]]:
@@ -166,9 +154,9 @@ def test_ten_adam_steps_lower_the_loss(case: ModelCase) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_kind_of_layer_converted_lowers_the_loss_too(case: ModelCase) -> None:
-    model = proxprop.convert(case.model(), CG(3), tau_theta=0.5, kinds="all")
+    model = proxprop.convert(case.model(), CG(3), tau_theta=0.5, module_types="all")
     converted = {row.name for row in proxprop.summary(model, case.data()).rows if row.status == "converted"}
-    assert len(converted) > 1 or case.kinds is not None
+    assert len(converted) > 1 or case.module_types is not None
     losses = train(case, model)
     assert losses[-1] < losses[0]
 
@@ -209,3 +197,13 @@ def test_revert_gives_the_plain_model_back(case: ModelCase) -> None:
         case.loss(each).backward()
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(found.grad, expected.grad)
+
+
+def test_a_gpt2_converts_without_registering_anything() -> None:
+    (case,) = (case for case in MODELS if case.name.startswith("GPT-2"))
+    assert Conv1D not in proxprop.nn.TABLE
+    model = proxprop.convert(case.model())
+    found = [module for module in model.modules() if isinstance(module, Conv1D)]
+    assert found
+    assert all(isinstance(module, ProximalLayer) for module in found)
+    assert type(proxprop.revert(model).get_submodule(case.layers[0])) is Conv1D

@@ -19,7 +19,11 @@ works = pytest.mark.compatibility
 ACCUMULATED = "micro-batches as under gradient accumulation"
 MICRO_BATCH, PER_STEP, RATE = 8, 2, 1e-2
 X, Y = randn(64, 8, seed=1), randn(64, 3, seed=2)
-RUNNING = pytest.mark.parametrize("running", [None, Running(every=2), Running(every=2, observe=2)], ids=str)
+RUNNING = pytest.mark.parametrize(
+    "running",
+    [None, Running(update_every=1, invert_every=2), Running(update_every=2, invert_every=2)],
+    ids=str,
+)
 
 
 class Net(nn.Module):

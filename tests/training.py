@@ -48,6 +48,13 @@ def directions(
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
+def handle_of(model: nn.Module) -> proxprop.Attached:
+    """What `attach` returned for a model whose layers are all attached together."""
+    layers = (module for module in model.modules() if isinstance(module, proxprop.nn.ProximalLayer))
+    (handle,) = {layer._attached.handle for layer in layers if layer._attached is not None}
+    return handle
+
+
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():

@@ -5,27 +5,26 @@ After `loss.backward()` every converted layer's `.grad` holds the proximal direc
 """
 
 from proxprop import diagnostics, nn
-from proxprop.convert import convert, revert
-from proxprop.deferred import Running, attach, detach, solve
-from proxprop.nn import register
-from proxprop.settings import Settings
-from proxprop.solvers import CG, Exact
-from proxprop.summary import summary
+from proxprop.conversion import convert, revert
+from proxprop.deferred import Attached, Running, attach
+from proxprop.nn import register, unregister
+from proxprop.solvers import CG, Exact, Solver
+from proxprop.summarize import summary
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "CG",
+    "Attached",
     "Exact",
     "Running",
-    "Settings",
+    "Solver",
     "attach",
     "convert",
-    "detach",
     "diagnostics",
     "nn",
     "register",
     "revert",
-    "solve",
     "summary",
+    "unregister",
 ]

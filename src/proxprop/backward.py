@@ -70,7 +70,7 @@ class Task:
         coarse = transfer.coarse and not torch.compiler.is_compiling()
         with device.coarse_numbers() if coarse else nullcontext():
             direction = solve(transfer, G, self.settings, ready)
-        self.failures.note(self.layer, direction.failed)
+        self.failures.note(self.layer, direction.failed, self.settings.solver.failure)
         if self.observer is not None:
             self.observer(transfer, G, direction, self.settings)
         return direction.parameters
@@ -140,7 +140,7 @@ def prepare_early(ctx: Any) -> None:
         output = torch.empty((), dtype=dtype, device=device).expand(shape)
         transfer, _ = task.transfer(saved, output, trained_shapes(ctx))
         if transfer.sizes.features and planned(transfer, task.settings).space == SAMPLE:
-            task.side.keep(prepare(transfer, task.settings))
+            task.side.keep(prepare(transfer, task.settings, output))
 
 
 def attach_direction(

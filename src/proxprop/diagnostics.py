@@ -60,7 +60,9 @@ def observe(model: nn.Module) -> Iterator[dict[str, list[Report]]]:
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, ProximalLayer)}
     if any(layer._attached is not None for layer in layers.values()):
-        raise ValueError("observe looks at solves inside backward: call proxprop.detach(model) first")
+        raise ValueError(
+            "observe looks at solves inside backward: call .detach() on what proxprop.attach returned first"
+        )
     reports: dict[str, list[Report]] = {name: [] for name in layers}
     with ExitStack() as stack:
         for name, layer in layers.items():

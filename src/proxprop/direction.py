@@ -5,10 +5,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from proxprop import device
 from proxprop.settings import Settings
-from proxprop.solvers import DIAGONAL, FEATURE, SAMPLE, Factored, Plan, Ready, plan
+from proxprop.solvers import (
+    DIAGONAL,
+    FEATURE,
+    MATRIX_FREE,
+    SAMPLE,
+    Plan,
+    PreparedSolve,
+    ProductSolve,
+    plan,
+)
 from proxprop.solvers.plan import remembered_plan
 from proxprop.transfer import LinearTransfer, Parameters, Transfer
+from proxprop.transfer.rotation import always_rotates, mean_dominates, rotate
 
 
 @dataclass(frozen=True)
@@ -27,48 +38,105 @@ def planned(transfer: Transfer, settings: Settings) -> Plan:
     return plan(*question) if torch.compiler.is_compiling() else remembered_plan(*question)
 
 
-def prepare(transfer: Transfer, settings: Settings) -> Ready:
-    """Do all of a solve in sample space that needs the layer's input alone."""
-    samples, outputs = transfer.sizes.samples, transfer.sizes.outputs
-    return settings.solver.prepared(SAMPLE, transfer.sample_gram(), settings.damping(samples), outputs)
+@dataclass(frozen=True)
+class PreparedSamples:
+    """All of a solve in sample space that needs the layer's input alone.
+
+    Attributes:
+        solve: from `G [groups, samples, outputs]` to U.
+        rotated: whether G has to be rotated first, and U comes out rotated.
+    """
+
+    solve: PreparedSolve
+    rotated: bool
 
 
-def solve(transfer: Transfer, G: Tensor, settings: Settings, ready: Ready | None = None) -> Direction:
+def prepare(transfer: Transfer, settings: Settings, like: Tensor) -> PreparedSamples:
+    """Form K, of rotated samples where their mean would cost K its digits, and do what needs no G.
+
+    Args:
+        transfer: the layer's call.
+        settings: the user's choices.
+        like: a tensor of the call, for its device.
+    """
+    _, samples, _, outputs = transfer.sizes
+    rotated = always_rotates(samples, like)
+    K = transfer.rotated_sample_gram() if rotated else transfer.sample_gram()
+    if not rotated and mean_dominates(K):
+        rotated, K = True, transfer.rotated_sample_gram()
+    return PreparedSamples(settings.solver.prepared(SAMPLE, K, settings.damping(samples), outputs), rotated)
+
+
+def solve(
+    transfer: Transfer, G: Tensor, settings: Settings, prepared: PreparedSamples | None = None
+) -> Direction:
     """Solve one layer's system: `D = (λI + AᵀA)⁻¹AᵀG` in the planned space.
 
     Args:
         transfer: the layer's call.
         G: gradient of the loss at the layer's output, in the output's layout.
         settings: the user's choices.
-        ready: what was prepared for it, in sample space.
+        prepared: what was prepared for it, in sample space.
 
     Returns:
         The direction, in the shapes of the layer's parameters.
     """
-    _, samples, features, outputs = transfer.sizes
+    _, samples, features, _ = transfer.sizes
     chosen = planned(transfer, settings)
-    damping, factor = settings.damping(samples), settings.factor(samples)
     if samples == 0 or features == 0:
         return Direction(transfer.gradient(G), chosen, None)
     if chosen.space == DIAGONAL:
+        damping, factor = settings.damping(samples), settings.factor(samples)
         return Direction(transfer.divide(G, damping, factor), chosen, None)
+    failed = None
     if chosen.space == SAMPLE:
-        ready = ready or prepare(transfer, settings)
-        if isinstance(ready, Factored) and isinstance(transfer, LinearTransfer) and transfer.is_narrow():
-            left = ready.left if factor == 1.0 else ready.left * factor
-            parameters = transfer.direction(left, ready.right(transfer.to_samples(G)))
-            return Direction(parameters, chosen, ready.failed)
-        U, failed = ready(transfer.to_samples(G)).times(factor)
-        given = [transfer.from_samples(U)]
-        del U  # so that what it is given to can free it
-        return Direction(transfer.gradient(given.pop()), chosen, failed)
-    if chosen.space == FEATURE:
-        S, gradient = transfer.normal_equations(G)
-        ready, B = settings.solver.prepared(FEATURE, S, damping, outputs), transfer.to_features(gradient)
-        del S, gradient  # what is not needed any more need not outlive this
-        found = ready(B)
-    else:
-        B = transfer.to_features(transfer.gradient(G))
-        found = settings.solver.matrix_free(transfer.normal, B, damping)
-    V, failed = found.times(factor)
-    return Direction(transfer.from_features(V), chosen, failed)
+        found, failed = _in_sample_space(transfer, G, settings, prepared or prepare(transfer, settings, G))
+    elif chosen.space == FEATURE:
+        found, failed = _in_feature_space(transfer, G, settings)
+    if chosen.space == MATRIX_FREE or _should_retry(transfer, settings, failed):
+        found, failed = _matrix_free(transfer, G, settings)
+    return Direction(found, chosen, failed)
+
+
+def _in_sample_space(
+    transfer: Transfer, G: Tensor, settings: Settings, prepared: PreparedSamples
+) -> tuple[Parameters, Tensor | None]:
+    """The direction `AᵀU`, and whether the solve failed."""
+    G, factor, ready = transfer.to_samples(G), settings.factor(transfer.sizes.samples), prepared.solve
+    if prepared.rotated:
+        U, failed = ready(rotate(G)).times(factor)
+        return transfer.rotated_gradient(U), failed
+    if isinstance(ready, ProductSolve) and isinstance(transfer, LinearTransfer) and transfer.is_narrow():
+        right, failed = ready.right(G)
+        return transfer.direction(ready.left if factor == 1.0 else ready.left * factor, right), failed
+    U, failed = ready(G).times(factor)
+    given = [transfer.from_samples(U)]
+    del U  # so that what it is given to can free it
+    return transfer.gradient(given.pop()), failed
+
+
+def _in_feature_space(transfer: Transfer, G: Tensor, settings: Settings) -> tuple[Parameters, Tensor | None]:
+    """The direction D from S, and whether the solve failed."""
+    _, samples, _, outputs = transfer.sizes
+    S, gradient = transfer.normal_equations(G)
+    ready = settings.solver.prepared(FEATURE, S, settings.damping(samples), outputs)
+    B = transfer.to_features(gradient)
+    del S, gradient  # what is not needed any more need not outlive this
+    V, failed = ready(B).times(settings.factor(samples))
+    return transfer.from_features(V), failed
+
+
+def _matrix_free(transfer: Transfer, G: Tensor, settings: Settings) -> tuple[Parameters, Tensor | None]:
+    """The direction D from products with A and Aᵀ alone, and whether the solve failed."""
+    samples, B = transfer.sizes.samples, transfer.to_features(transfer.gradient(G))
+    found = settings.solver.matrix_free(transfer.normal, B, settings.damping(samples))
+    V, failed = found.times(settings.factor(samples))
+    return transfer.from_features(V), failed
+
+
+def _should_retry(transfer: Transfer, settings: Settings, failed: Tensor | None) -> bool:
+    """Whether to solve again matrix-free what rounding of K or S spoilt: where a CPU can look without waiting."""
+    if failed is None or failed.device.type != "cpu" or device.is_traced():
+        return False
+    possible = MATRIX_FREE in settings.solver.spaces and MATRIX_FREE in transfer.spaces
+    return possible and bool(failed.any())

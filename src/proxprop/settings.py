@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal
 
 from proxprop.solvers import CG, Solver
@@ -9,22 +10,14 @@ from proxprop.solvers.plan import possible_spaces
 
 Scaling = Literal["paper", "gradient"]
 SCALINGS: tuple[Scaling, ...] = ("paper", "gradient")
+Space = Literal["sample", "feature", "matrix_free"]
 
 
 @dataclass(frozen=True)
 class Settings:
     """How a layer takes its proximal step.
 
-    Args:
-        solver: `CG(iterations)` or `Exact()`.
-        tau_theta: τ_θ > 0, the proximal step size. Larger values trust the quadratic model of the layer
-            further from the current parameters.
-        scaling: length of the direction, for N samples (batch × positions).
-            "paper": `D = (I/τ_θ + S)⁻¹ AᵀG`, Proposition 2; a learning rate near 1 is a starting point.
-            "gradient": `D = (I + τ_θ·S/N)⁻¹ AᵀG`, which tends to the gradient as τ_θ → 0, so that BackProp's
-            learning rate is a starting point, and in which the batch size drops out.
-        space: "sample", "feature" or "matrix_free" to pin where the system is solved; None lets the cost model
-            choose. It changes the cost, never the answer.
+    What the fields mean is said in `proxprop.convert`, where they come from.
 
     Raises:
         TypeError: solver or tau_theta has the wrong type.
@@ -34,13 +27,12 @@ class Settings:
     solver: Solver = CG()
     tau_theta: float = 1.0
     scaling: Scaling = "paper"
-    space: str | None = None
+    space: Space | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.solver, Solver):
             raise TypeError(f"solver should be CG(iterations) or Exact() but is {self.solver!r}")
-        if isinstance(self.tau_theta, bool) or not isinstance(self.tau_theta, int | float):
-            raise TypeError(f"tau_theta should be a number but is {self.tau_theta!r}")
+        object.__setattr__(self, "tau_theta", _real(self.tau_theta))
         if not (self.tau_theta > 0 and math.isfinite(self.tau_theta)):
             raise ValueError(f"tau_theta should be > 0 and finite but is {self.tau_theta}")
         if self.scaling not in SCALINGS:
@@ -54,3 +46,10 @@ class Settings:
     def factor(self, samples: int) -> float:
         """What to multiply the solution of that system by."""
         return 1.0 if self.scaling == "paper" else self.damping(samples)
+
+
+def _real(tau_theta: object) -> float:
+    """Any real number as a float, also numpy's of every precision."""
+    if isinstance(tau_theta, bool) or not isinstance(tau_theta, Real):
+        raise TypeError(f"tau_theta should be a real number but is {tau_theta!r}")
+    return float(tau_theta)

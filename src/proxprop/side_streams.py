@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 
 from proxprop import device, torch_internals, tuning
+from proxprop.direction import PreparedSamples
 from proxprop.distributed import several_ranks
-from proxprop.solvers import DIAGONAL, Ready
+from proxprop.solvers import DIAGONAL
 
 Prepare = Callable[[Any], None]
 """Prepares the solve of a node."""
@@ -82,7 +83,7 @@ class SideSolve:
     def __init__(self, streams: SideStreams, own: torch.cuda.Stream | None) -> None:
         self.streams, self.own = streams, own
         self.held: list[Tensor] = []
-        self.ready: Ready | None = None
+        self.ready: PreparedSamples | None = None
 
     def stream(self) -> AbstractContextManager[object]:
         """Within, nodes are made that autograd runs on the solve's stream."""
@@ -107,11 +108,11 @@ class SideSolve:
         """Keep what the solve reads until it joins."""
         self.held.extend(tensors)
 
-    def keep(self, ready: Ready) -> None:
+    def keep(self, ready: PreparedSamples) -> None:
         """Keep what was prepared."""
         self.ready = ready
 
-    def take(self) -> Ready | None:
+    def take(self) -> PreparedSamples | None:
         """What was prepared, which is forgotten here."""
         ready, self.ready = self.ready, None
         return ready

@@ -150,3 +150,9 @@ FEATURE_CG_LEAST_OUTPUTS = 2048
 
 CHOLESKY_TILE = 32
 """Rows of a tile of the Triton Cholesky kernel: one for each thread of a warp (h200.json)."""
+
+ROTATION_COLUMNS = 16
+"""Columns that a program of the rotation kernel takes: one line of memory in each row (h200.json)."""
+
+ROTATION_ROWS = 128
+"""Rows that such a program reads at a time (h200.json)."""

@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import proxprop
-from proxprop.deferred import Deferred
+from proxprop import Attached
 from proxprop.packing import packed_size
 
-Wrapped = tuple[DistributedDataParallel, torch.optim.Optimizer, Deferred]
+Wrapped = tuple[DistributedDataParallel, torch.optim.Optimizer, Attached]
 
 
 def wrapped(network: str, **options: object) -> Wrapped:
@@ -53,10 +53,10 @@ def attached_before_wrapping() -> None:
 
 
 def solved_before_clipping() -> None:
-    """`proxprop.solve` before the step, which then has nothing left to solve."""
-    model, optimizer, _ = wrapped("exact")
+    """`solve` before the step, which then has nothing left to solve."""
+    model, optimizer, attached = wrapped("exact")
     mean_square(model(share(whole("exact")))).backward()
-    proxprop.solve(model)
+    attached.solve()
     assert_parity(model, one_process("exact"))
     optimizer.step()
     assert_parity(model, one_process("exact"))

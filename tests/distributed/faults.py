@@ -14,17 +14,16 @@ import torch.distributed.checkpoint as dcp
 from data_parallel import wrapped
 from networks import NETWORKS
 from parity import assert_same_on_all_ranks, gathered, mean_square, share, whole
-from sharded import sharded
+from sharded import cut, sharded
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 import proxprop
-from proxprop import Running
-from proxprop.deferred import Deferred
+from proxprop import Attached, Running
 
 STEPS = 6
-RUNNING = Running(decay=0.8, every=2)
+RUNNING = Running(decay=0.8, update_every=1, invert_every=2)
 
 
 def broken_on_one_rank(where: str) -> None:
@@ -68,12 +67,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank
         optimizer.step()
 
 
-def fresh(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Deferred]:
+def fresh(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Attached]:
     if kind == "ddp":
         model: nn.Module = DistributedDataParallel(NETWORKS["exact"].model())
     elif kind == "fsdp":
-        model, _ = sharded("exact")
-        proxprop.detach(model)
+        model = cut("exact")
     else:
         model = NETWORKS["exact"].model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -98,12 +96,12 @@ def checkpoint() -> Path:
     return Path(sys.argv[1]).parent / "checkpoint"
 
 
-def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, attached: Deferred) -> dict[str, object]:
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, attached: Attached) -> dict[str, object]:
     parameters, moments = get_state_dict(model, optimizer)
     return {"model": parameters, "optimizer": moments, "proxprop": attached.state_dict()}
 
 
-def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, attached: Deferred) -> None:
+def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, attached: Attached) -> None:
     state = whole_state(model, optimizer, attached)
     dcp.load(state, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

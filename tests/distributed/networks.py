@@ -75,6 +75,6 @@ NETWORKS = {
     "cg": Network(converted(perceptron, solver=CG(3), tau_theta=0.5), rows(6)),
     "cg-flat": Network(converted(perceptron, solver=CG(2, per_output=False), tau_theta=0.5), rows(6)),
     "gradient": Network(converted(perceptron, solver=Exact(), tau_theta=0.5, scaling="gradient"), rows(6)),
-    "convnet": Network(converted(convnet, solver=Exact(), tau_theta=0.5, kinds="all"), rows(3, 6, 6)),
+    "convnet": Network(converted(convnet, solver=Exact(), tau_theta=0.5, module_types="all"), rows(3, 6, 6)),
     "attention": Network(converted(Attention, solver=Exact(), tau_theta=0.5), rows(4, 5)),
 }

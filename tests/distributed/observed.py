@@ -9,27 +9,22 @@ import torch.distributed as dist
 from data_parallel import Forked
 from networks import NETWORKS
 from parity import assert_same_on_all_ranks, gathered, mean_square, share, whole
-from sharded import sharded
+from sharded import cut
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import proxprop
-from proxprop import Running
-from proxprop.deferred import Deferred
+from proxprop import Attached, Running
 
-RUNNING = Running(decay=0.8, every=4, observe=2)
+RUNNING = Running(decay=0.8, update_every=2, invert_every=4)
 STEPS = 7
 
-Run = tuple[nn.Module, torch.optim.Optimizer, Deferred]
+Run = tuple[nn.Module, torch.optim.Optimizer, Attached]
 
 
 def fresh(kind: str, network: str = "even", **options: object) -> Run:
-    if kind == "fsdp":
-        model, _ = sharded(network)
-        proxprop.detach(model)
-    else:
-        model = NETWORKS[network].model()
+    model = cut(network) if kind == "fsdp" else NETWORKS[network].model()
     if kind == "ddp":
         model = DistributedDataParallel(model, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -46,7 +41,7 @@ def unsynchronised(model: nn.Module, last: bool) -> object:
 
 
 def take_step(run: Run, batch: Tensor, how: str) -> None:
-    model, optimizer, _ = run
+    model, optimizer, attached = run
     optimizer.zero_grad(set_to_none="in-place" not in how)
     parts = batch.chunk(2) if "accumulate" in how else [batch]
     if "skip" in how:
@@ -56,7 +51,7 @@ def take_step(run: Run, batch: Tensor, how: str) -> None:
         with unsynchronised(model, i == len(parts) - 1):
             (mean_square(model(part)) / len(parts)).backward()
     if "clip" in how:
-        proxprop.solve(model)
+        attached.solve()
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     optimizer.step()
 
@@ -72,7 +67,7 @@ def as_one_process(kind: str, how: str, **options: object) -> None:
         batch = whole(options.get("network", "even")) * (1 + 0.1 * step)
         sent = run[2].bytes_sent
         take_step(run, share(batch), how)
-        assert (run[2].bytes_sent > sent) == (step % RUNNING.observe == 0), f"step {step}"
+        assert (run[2].bytes_sent > sent) == (step % RUNNING.update_every == 0), f"step {step}"
         take_step(alone, batch, how.replace("accumulate", ""))
         assert_same_values(run[0], alone[0])
 

@@ -33,7 +33,7 @@ def mesh(hybrid: bool = False) -> DeviceMesh:
     return init_device_mesh("cpu", (ranks,))
 
 
-def sharded(network: str, hybrid: bool = False, **options: object) -> tuple[nn.Module, torch.optim.Optimizer]:
+def cut(network: str, hybrid: bool = False, **options: object) -> nn.Module:
     """Every layer a unit of its own, then the rest."""
     model = NETWORKS[network].model()
     options["mesh"] = mesh(hybrid)
@@ -41,6 +41,11 @@ def sharded(network: str, hybrid: bool = False, **options: object) -> tuple[nn.M
         if next(module.parameters(), None) is not None:
             fully_shard(module, **options)
     fully_shard(model, **options)
+    return model
+
+
+def sharded(network: str, **options: object) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = cut(network, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     proxprop.attach(optimizer, model)
     return model, optimizer
@@ -111,8 +116,7 @@ def own_rows_only() -> None:
 
 def two_steps_with_adam() -> None:
     """Parameters after two steps are those of one process."""
-    model, _ = sharded("exact")
-    proxprop.detach(model)
+    model = cut("exact")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     proxprop.attach(optimizer, model)
     alone = NETWORKS["exact"].model()

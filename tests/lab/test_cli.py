@@ -1,16 +1,22 @@
 """The command line: help, exit codes, no traceback for a mistake, and the whole way from a run to a report."""
 
+import contextlib
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
+import torch
 
+import proxprop_cli
 from proxprop.lab import records
 from proxprop.lab.cli import commands, main
+from proxprop.lab.commands.train import _tell
 from proxprop.lab.reproduction.files import read_csv
 
 
@@ -55,10 +61,21 @@ def test_train_offers_every_setting(capsys):
 
 MISTAKES = [
     (("train", "--solver", "cg:x"), "solver cg should be cg:K"),
+    (("train", "--solver", "cg:99999999999"), "cg:K with K from 1 to 1000 iterations, like cg:3, but is"),
+    (("train", "--solver", "published:" + 5000 * "9"), "published:K with K from 1 to 1000 iterations"),
+    (("compare", "--solvers", "running:1000001"), "running:K with K from 1 to 1000000 steps"),
+    (
+        ("train", "--out", "runs/typo", "--resume"),
+        "there is no run to go on with in runs/typo; leave out --resume",
+    ),
     (("train", "--data", "cifar10"), "cifar10 was not found (looked in "),
     (("train", "--data", "nowhere.npz"), "there is no file nowhere.npz"),
+    (("train", "--data", "my.csv"), "or a file that ends in .npz or .safetensors, but is 'my.csv'"),
+    (("train", "--hidden", "99999999999999999999"), "hidden should be widths of 1 to 1000000"),
+    (("train", "--seed", "99999999999999999999"), "seed should be 0 to 18446744073709551615"),
+    (("train", "--threads", "99999999999999999999"), "threads should be 1 to 1024"),
     (("train", "--hidden", "4,x"), "--hidden should be widths like 4000,1000,4000"),
-    (("train", "--lr", "0"), "lr should be > 0 but is 0.0"),
+    (("train", "--lr", "0"), "lr should be > 0 and finite but is 0.0"),
     (("train", "--device", "cuda:9"), "device cuda:9 was asked for but torch sees"),
     (("train", "--config", "nowhere.toml"), "cannot read the settings file nowhere.toml"),
     (("compare", "--solvers", "bakprop"), "did you mean 'backprop'"),
@@ -101,12 +118,20 @@ def test_from_a_run_to_a_report(here, capsys, blobs):
         assert run("train", "--data", blobs, "--solver", solver, *SMALL) == 0
     told = capsys.readouterr().out
     assert "Training loss" in told
-    assert "Recorded in runs/blobs-mlp-sgd-cg2-tau1-lr1-seed0-" in told
+    assert "Recorded in runs/blobs-mlp-sgd-cg2-tau1-lr0.4-seed0-" in told
     assert run("report", "runs", "--out", "out", "--formats", "png") == 0
     told = capsys.readouterr().out
     assert "Nesterov SGD · ProxProp cg2" in told
     assert f"Report: {here / 'out' / 'report.html'}" in told
     assert {path.name for path in (here / "out").iterdir()} >= {"report.html", "curves-sgd.png"}
+
+
+def test_an_accuracy_of_zero_is_told_too(capsys, made):
+    record = made()
+    _tell(replace(record, epochs=[record.last | {"validation_accuracy": 0.0}]))
+    assert "validation accuracy 0.0%" in capsys.readouterr().out
+    _tell(replace(record, epochs=[record.last | {"validation_accuracy": None}]))
+    assert "validation accuracy" not in capsys.readouterr().out
 
 
 def test_a_second_train_into_a_folder_needs_resume(here, capsys, blobs):
@@ -116,6 +141,31 @@ def test_a_second_train_into_a_folder_needs_resume(here, capsys, blobs):
     assert run("train", "--out", "a", "--resume") == 0
     assert run("train", "--out", "a", "--resume", "--lr", "7") == 2
     assert "lr is 0.05 there but 7.0 here" in capsys.readouterr().err
+
+
+def test_a_mistyped_run_is_not_resumed_by_training_another(here, capsys, blobs):
+    assert run("train", "--data", blobs, *SMALL, "--out", "runs/first") == 0
+    assert run("train", "--out", "runs/frist", "--resume") == 2
+    told = capsys.readouterr().err
+    assert told == "error: there is no run to go on with in runs/frist; did you mean runs/first?\n"
+    assert not (here / "runs" / "frist").exists()
+
+
+@pytest.mark.parametrize(
+    ("solver", "settings"),
+    [
+        ("backprop", "solver backprop, optimizer adam, lr 0.001, tau_theta unused"),
+        ("cg:2", "solver cg:2, optimizer adam, lr 0.001, tau_theta 0.5"),
+    ],
+)
+def test_train_says_first_and_last_what_it_trains_and_where(here, capsys, blobs, solver, settings):
+    given = ("--solver", solver, "--optimizer", "adam", "--tau-theta", "0.5", "--out", "a")
+    assert run("train", "--data", blobs, *SMALL, *given) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == f"Training into a: data {blobs}, model mlp, {settings}"
+    assert last == f"Recorded in a: data {blobs}, model mlp, {settings}"
+    assert run("train", "--out", "a", "--resume") == 0
+    assert capsys.readouterr().out.startswith(f"Already done in a: data {blobs}, model mlp, {settings}\n")
 
 
 def test_divergence_has_its_exit_code(here, capsys, blobs):
@@ -152,11 +202,90 @@ def test_reproduce_quick_writes_tables_figures_and_verdicts_and_any_row_runs_aga
     assert first.epochs[-1]["loss"] == again.epochs[-1]["loss"]
 
 
-def test_reproduce_can_only_write(here, capsys):
-    assert run("reproduce", "all", "--only-write", "--out", "results") == 0
-    told = (here / "results" / "REPRODUCTION.md").read_text()
-    assert "Nothing has been run yet." in told
-    assert not (here / "out").exists()
+QUICK = ("reproduce", "fig1", "--quick", "--device", "cpu", "--out", "results")
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory):
+    """One seed of Figure 1, and its records in a folder of their own."""
+    folder = tmp_path_factory.mktemp("once")
+    places = ("--out", folder / "results", "--runs", folder / "mine")
+    assert run("reproduce", "fig1", "--quick", "--device", "cpu", "--seeds", "1", *places) == 0
+    return folder
+
+
+@pytest.fixture
+def reproduced(here, once):
+    """A copy of `once` to work on."""
+    shutil.copytree(once, here, dirs_exist_ok=True)
+    return here / "results" / "quick"
+
+
+def test_reproduce_without_records_leaves_the_tables_alone(reproduced, capsys):
+    before = contents(reproduced)
+    assert run(*QUICK, "--seeds", "1", "--only-write") == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: there is nothing to write from: there is no folder results/quick/runs;")
+    assert told.endswith("name the folder of the runs by --runs\n")
+    assert contents(reproduced) == before
+
+
+def test_reproduce_never_replaces_tables_by_fewer_runs(reproduced, here, capsys):
+    before = contents(reproduced)
+    (gone,) = (here / "mine").glob("*-exact-*")
+    gone.rename(here / "elsewhere")
+    assert run(*QUICK, "--seeds", "1", "--runs", "mine", "--only-write") == 2
+    told = capsys.readouterr().err
+    assert told.startswith(
+        "error: results/quick/runs.csv holds more runs than would be written (fig1 7 of 8, "
+    )
+    assert told.endswith("name the folder that holds all of them by --runs, or another folder by --out\n")
+    assert run("reproduce", "beyond", "--quick", "--device", "cpu", "--out", "results") == 2
+    assert "(fig1 0 of 8" in capsys.readouterr().err
+    assert contents(reproduced) == before
+    assert not (reproduced / "runs").exists()
+
+
+def test_reproduce_can_only_write(reproduced, capsys):
+    (reproduced / "fig1.csv").unlink()
+    before = contents(reproduced)
+    assert run(*QUICK, "--seeds", "1", "--runs", "mine", "--only-write") == 0
+    after = contents(reproduced)
+    assert len(read_csv(reproduced / "fig1.csv")) == 8 * 3
+    assert {name: after[name] for name in before} == before
+
+
+def test_a_reproduction_that_fails_to_be_written_changes_nothing(reproduced, monkeypatch, capsys):
+    def fail(results):
+        raise OSError(28, "No space left on device", "fig1.svg")
+
+    (reproduced / "environment.json").write_text("as it was")
+    before = contents(reproduced)
+    monkeypatch.setattr("proxprop.lab.figures.reproduction.figures", fail)
+    assert run(*QUICK, "--seeds", "1", "--runs", "mine", "--only-write") == 2
+    assert "fig1.svg" in capsys.readouterr().err
+    assert contents(reproduced) == before
+    assert {path.name for path in reproduced.iterdir()} == set(before)
+
+
+def test_a_measurement_leaves_the_tables_of_runs_alone(reproduced, capsys):
+    before = contents(reproduced)
+    assert run("reproduce", "spectrum", "--quick", "--device", "cpu", "--out", "results") == 0
+    after = contents(reproduced)
+    assert {name: after[name] for name in before if name != "REPRODUCTION.md"} == {
+        name: content for name, content in before.items() if name != "REPRODUCTION.md"
+    }
+    assert "spectrum.csv" in after
+
+
+def test_nothing_is_written_from_nothing(here, capsys):
+    assert run("reproduce", "spectrum", "--only-write", "--out", "results") == 2
+    assert capsys.readouterr().err == "error: there is nothing to write from: results holds no tables\n"
+    assert not (here / "results").exists()
 
 
 def test_reproduce_needs_a_known_name(capsys):
@@ -183,16 +312,91 @@ def test_doctor_fails_without_what_is_needed(monkeypatch, capsys):
 
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "safetensors" else "1.0")
     assert run("doctor") == 1
-    assert "pip install 'proxprop[lab]'" in capsys.readouterr().out
+    assert "For training: pip install '.[lab]' in a checkout of proxprop" in capsys.readouterr().out
 
 
 def test_without_typer_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "typer", None)
     assert run("--help") == 2
-    assert (
-        capsys.readouterr().err
-        == "error: the command line needs more packages: pip install 'proxprop[lab]'\n"
+    needs = "the command line needs more packages: pip install '.[lab]' in a checkout of proxprop"
+    assert capsys.readouterr().err == f"error: {needs}\n"
+
+
+def console(*arguments, **environment):
+    """Run the console command in a process of its own."""
+    code = "from proxprop_cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=os.environ | environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def imported(*arguments):
+    """The packages that a console command has imported by its end."""
+    code = (
+        "import atexit, sys, proxprop_cli\n"
+        "atexit.register(lambda: print(*(name for name in sys.modules if '.' not in name), file=sys.stderr))\n"
+        "proxprop_cli.main()"
     )
+    command = [sys.executable, "-c", code, *arguments]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stderr.split())
+
+
+def test_help_and_doctor_import_little(here):
+    assert not imported("--help") & {"proxprop", "torch", "numpy", "matplotlib", "sklearn"}
+    assert not imported("doctor") & {"matplotlib", "sklearn", "tensorboard"}
+
+
+def test_the_quick_help_is_the_whole_help(monkeypatch, capsys):
+    run("--help")
+    whole = capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [sys.argv[0], "--help"])
+    with pytest.raises(SystemExit):
+        proxprop_cli.main()
+    assert capsys.readouterr().out == whole
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("train", "--help"), ("doctor",)])
+def test_a_terminal_without_greek_letters_is_no_reason_to_crash(here, arguments):
+    done = console(*arguments, PYTHONIOENCODING="ascii", LANG="C")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+def test_ctrl_c_while_torch_is_being_imported_is_a_line(tmp_path):
+    """A torch that interrupts its own import, in the place of the real one."""
+    slow = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    (tmp_path / "torch.py").write_text(slow)
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = console("doctor", PYTHONPATH=paths)
+    assert (done.returncode, done.stderr) == (130, "Stopped.\n")
+
+
+def test_ctrl_c_anywhere_else_is_a_line_too(here, monkeypatch, capsys):
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(records, "find", stop)
+    assert run("report", ".") == 130
+    assert capsys.readouterr().err == "Stopped.\n"
+
+
+def test_a_model_too_large_for_this_machine_is_told_in_a_line(here, monkeypatch, capsys, blobs):
+    """Torch's own error, for more than any machine can address; what a large machine could fill would end the test."""
+    monkeypatch.setattr("proxprop.lab.models.build", lambda *_: torch.empty(2**60))
+    assert run("train", "--data", blobs) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: there is not enough memory for this: ")
+    assert told.count("\n") == 1
+
+
+def test_any_other_error_keeps_its_traceback(monkeypatch):
+    def fail() -> None:
+        raise RuntimeError("our own mistake")
+
+    monkeypatch.setattr("proxprop.lab.cli.build", fail)
+    with pytest.raises(RuntimeError, match="our own mistake"):
+        main(["doctor"])
 
 
 def test_ctrl_c_says_how_to_go_on(here, blobs):
@@ -231,6 +435,54 @@ def test_ctrl_c_stops_a_whole_comparison_and_the_same_command_goes_on(here, blob
     assert done.returncode == 0, done.stderr
     assert len(list(here.rglob("result.json"))) == 12
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in finished.items())
+
+
+COMPARISON = [sys.executable, "-m", "proxprop.lab", "compare", "--hidden", "8", "--epochs", "100000",
+              "--batch-size", "10", "--seeds", "1", "--lrs", "0.01,0.1", "--jobs", "2", "--data"]  # fmt: skip
+
+
+@pytest.fixture
+def comparison(here, blobs):
+    """A real comparison of its own session, two runs under way, and what is left of it killed afterwards."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(
+        [*COMPARISON, str(blobs)], cwd=here, text=True, start_new_session=True, **pipes
+    )
+    while process.poll() is None and len(list(here.rglob("metrics.jsonl"))) < 2:
+        time.sleep(0.02)
+    yield process
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def test_workers_end_with_a_comparison_that_is_killed(comparison):
+    """Both ends of the pipes are closed only when no process is left that writes into them."""
+    comparison.kill()
+    comparison.communicate(timeout=60)
+    assert comparison.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_a_comparison_alone_stops_its_workers_too(comparison, here, number):
+    comparison.send_signal(number)
+    told, errors = comparison.communicate(timeout=60)
+    assert comparison.returncode == 130, errors
+    assert "Give the same command again to go on" in told
+    assert errors == ""
+    assert len(list(here.rglob("checkpoint-*.ckpt"))) == len(list(here.rglob("metrics.jsonl"))) == 2
+
+
+@pytest.mark.parametrize("pause", [0.02, 0.5])
+def test_many_ctrl_c_end_a_comparison_without_a_traceback(comparison, pause):
+    for _ in range(5):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(comparison.pid, signal.SIGINT)
+        time.sleep(pause)
+    told, errors = comparison.communicate(timeout=60)
+    assert comparison.returncode == 130, errors
+    assert "Give the same command again to go on" in told
+    assert errors == ""
 
 
 def test_a_damaged_run_is_left_out_of_a_report_and_named(here, capsys, blobs):

@@ -41,6 +41,17 @@ def test_an_archive_is_fetched_checked_and_unpacked(tmp_path, monkeypatch):
     assert not (tmp_path / "root" / "cifar10" / "set.tar.gz").exists()
 
 
+def test_a_download_does_not_follow_a_link(tmp_path, monkeypatch):
+    archive = tar_with(tmp_path / "set.tar.gz", [("set/a.bin", b"abc", tarfile.REGTYPE)])
+    monkeypatch.setitem(download.SOURCES, "cifar10", [source(archive)])
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / "root" / "cifar10").mkdir(parents=True)
+    (tmp_path / "root" / "cifar10" / "set.tar.gz.part").symlink_to(mine)
+    download.download("cifar10", tmp_path / "root")
+    assert mine.read_text() == "mine"
+
+
 def test_what_is_there_is_not_fetched_again(tmp_path, monkeypatch):
     file = tmp_path / "images.gz"
     file.write_bytes(b"images")

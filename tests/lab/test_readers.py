@@ -1,8 +1,10 @@
 """Readers of dataset files: right files are read, wrong ones are named."""
 
 import gzip
+import io
 import pickle
 import struct
+import zipfile
 
 import numpy as np
 import pytest
@@ -213,7 +215,12 @@ WRONG = [
     (GOOD | {"test_inputs": GOOD["inputs"]}, "should hold inputs and labels"),
     (GOOD | {"labels": np.arange(6)}, "inputs should be .* with 6 samples"),
     (GOOD | {"labels": np.zeros(7)}, "labels should be integers"),
-    (GOOD | {"labels": np.arange(7) - 1}, "labels should be >= 0 but one is -1"),
+    (GOOD | {"labels": np.arange(7) - 1}, "labels should be 0 to 999999 but one is -1"),
+    (GOOD | {"labels": np.arange(7) * 10**12}, "labels should be 0 to 999999 but one is 6000000000000"),
+    (
+        GOOD | {"test_inputs": GOOD["inputs"], "test_labels": GOOD["labels"] + 10**12},
+        "test_labels should be 0 to",
+    ),
     (GOOD | {"inputs": np.full((7, 2), np.nan)}, "inputs should be finite"),
     (GOOD | {"inputs": np.array([{}] * 7, dtype=object)}, "is not a readable .npz of plain numbers"),
     (
@@ -239,6 +246,56 @@ def test_files_that_are_not_what_they_say(tmp_path, suffix):
     path.write_bytes(b"nothing of the sort")
     with pytest.raises(Refused, match="is not a readable"):
         load(str(path))
+
+
+def damaged(content: bytes) -> bytes:
+    """The archive with a block of a kind that deflate does not have at the start of its first member."""
+    where = 30 + int.from_bytes(content[26:28], "little") + int.from_bytes(content[28:30], "little")
+    return content[:where] + b"\xff" + content[where + 1 :]
+
+
+def encrypted(content: bytes) -> bytes:
+    """The archive with the flag of encryption set in its directory."""
+    where = content.index(b"PK\x01\x02") + 8
+    return content[:where] + b"\x01" + content[where + 1 :]
+
+
+def strange(content: bytes) -> bytes:
+    """The archive with a compression that nobody knows."""
+    where = content.index(b"PK\x01\x02") + 10
+    return content[:where] + b"\x63" + content[where + 1 :]
+
+
+@pytest.mark.parametrize("spoil", [damaged, encrypted, strange])
+def test_an_archive_that_cannot_be_unpacked_is_named(tmp_path, spoil):
+    path = tmp_path / "own.npz"
+    np.savez_compressed(path, **GOOD)
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises(Refused, match=r"is not a readable \.npz of plain numbers"):
+        load(str(path))
+
+
+@pytest.mark.parametrize("samples", [10**15, 10**25])
+def test_an_array_whose_header_promises_too_much_is_named(tmp_path, samples):
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        head, {"descr": "<f4", "fortran_order": False, "shape": (samples, 2)}
+    )
+    path = tmp_path / "own.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("inputs.npy", head.getvalue() + bytes(8))
+    with pytest.raises(Refused, match=r"is not a readable \.npz of plain numbers"):
+        load(str(path))
+
+
+def test_a_bomb_of_an_archive_is_not_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr(own, "UNPACKED", 4000)
+    path = tmp_path / "own.npz"
+    np.savez_compressed(path, inputs=np.zeros((1000, 2), np.float32), labels=np.zeros(1000, int))
+    with pytest.raises(Refused, match="should unpack to at most 4000 bytes but would to 16"):
+        load(str(path))
+    np.savez(path, inputs=np.zeros((1000, 2), np.float32), labels=np.zeros(1000, int))
+    assert len(load(str(path)).train) == 751  # what is not compressed may be as large as it is
 
 
 def test_too_few_samples_to_split(tmp_path):

@@ -1,21 +1,27 @@
 """Records: written whole, read with suspicion."""
 
+import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save
 
 from proxprop.lab import records
 from proxprop.lab.config import Config
 from proxprop.lab.records import Run, checkpoint, lines, sealed
 from proxprop.lab.records.checkpoint import Checkpoint
-from proxprop.lab.records.sealed import Damaged, seal, unseal
+from proxprop.lab.records.sealed import Damaged, seal, unseal, write_bytes
 from proxprop.lab.refusal import Refused
+from proxprop.lab.report import write_report
 from proxprop.lab.train import train
 
 values = st.recursive(
@@ -158,7 +164,8 @@ def test_two_processes_cannot_write_one_run(tmp_path):
 
 
 def test_a_folder_holds_one_run(tmp_path):
-    Run(tmp_path, Config(), resume=False).close()
+    with Run(tmp_path, Config(), resume=False) as run:
+        run.add_metrics({"kind": "epoch", "epoch": 0})
     with pytest.raises(Refused, match="already holds a run; go on with it by --resume"):
         Run(tmp_path, Config(), resume=False)
     with pytest.raises(Refused, match=r"holds another run: lr is 0.05 there but 0.5 here"):
@@ -167,6 +174,43 @@ def test_a_folder_holds_one_run(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(Refused, match="holds no readable run"):
         Run(tmp_path, Config(), resume=True)
+
+
+def test_a_start_that_failed_before_anything_was_measured_is_no_run(tmp_path, small):
+    with pytest.raises(Refused, match="a convolutional model should get"):
+        train(replace(small, model="convnet"), tmp_path / "run")
+    record = train(small, tmp_path / "run")
+    assert record.config.model == "mlp"
+    assert len(record.starts) == 1
+
+
+def full(path):
+    """Put a place in the way where every write fails as on a full disk."""
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    path.symlink_to("/dev/full")
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_other_and_names_the_new_one(tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text("old")
+    full(tmp_path / "result.json.tmp")
+    with pytest.raises(OSError, match=rf"No space left on device: '{path}'"):
+        write_bytes(path, b"new")
+    assert [left.read_text() for left in tmp_path.iterdir()] == ["old"]
+
+
+def test_a_full_disk_names_the_rows_that_could_not_be_added(tmp_path):
+    full(tmp_path / "metrics.jsonl")
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path / 'metrics.jsonl'}'"):
+        lines.append(tmp_path / "metrics.jsonl", {"epoch": 0})
+
+
+def test_what_a_kill_left_half_written_is_removed(tmp_path):
+    Run(tmp_path, Config(), resume=False).close()
+    (tmp_path / "checkpoint-000000007.ckpt.tmp").write_bytes(b"half")
+    Run(tmp_path, Config(), resume=True).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "lock"]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
@@ -206,6 +250,92 @@ def test_damage_in_a_finished_record_is_told(tmp_path, small):
     assert "line 3 is damaged" in text
     assert "lacks epoch 2" in text
     assert "plan.json cannot be read" in text
+
+
+def reseal(path, change):
+    """Write every row of a file anew, changed, under a checksum that fits."""
+    path.write_text("".join(seal(change(unseal(line))) + "\n" for line in path.read_text().splitlines()))
+
+
+SENSELESS = [
+    ("metrics.jsonl", {"loss": "low"}, "loss should be int or float or null but is 'low'"),
+    ("metrics.jsonl", {"kind": "era"}, "kind should be epoch or step but is 'era'"),
+    ("metrics.jsonl", {"cosine": 0.5}, "cosine should be dict but is 0.5"),
+    ("metrics.jsonl", {"cosine": {"1": "x"}}, "1 should be int or float or null but is 'x'"),
+    ("timing.jsonl", {"seconds": None}, "seconds should be int or float but is None"),
+    (
+        "result.json",
+        {"status": 7},
+        "result.json cannot be read: status should be one of finished, diverged but is 7",
+    ),
+    ("plan.json", {"layers": 3}, "plan.json cannot be read: layers should be list but is 3"),
+    ("plan.json", {"layers": [{"name": "1"}]}, "plan.json cannot be read: kind is missing"),
+    (
+        "environment.json",
+        {"starts": ["a"]},
+        "environment.json cannot be read: a row should have fields but is 'a'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "wrong", "message"), SENSELESS)
+def test_a_checksum_that_fits_does_not_make_sense_of_wrong_fields(tmp_path, small, name, wrong, message):
+    folder = train(Config(**vars(small) | {"solver": "cg:2"}), tmp_path / "run").folder
+    reseal(folder / name, lambda row: row | wrong if row.get("epoch") in (None, 3) else row)
+    record = records.read(folder)
+    assert any(re.search(message, note) for note in record.notes)
+    write_report([record], tmp_path / "out", "Senseless", formats=["svg"])
+
+
+def test_a_run_without_a_sensible_measurement_is_refused(tmp_path, small):
+    folder = train(small, tmp_path / "run").folder
+    reseal(folder / "metrics.jsonl", lambda row: {"kind": "epoch"})
+    with pytest.raises(Refused, match="holds no measurements yet"):
+        records.read(folder)
+
+
+def test_a_checkpoint_that_holds_something_else_is_passed_over(tmp_path):
+    checkpoint.write(tmp_path, 1, some(1))
+    body = save({"x": torch.zeros(1)})
+    (tmp_path / "checkpoint-000000002.ckpt").write_bytes(
+        hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+    )
+    found, notes = checkpoint.latest(tmp_path)
+    assert found.values == {"step": 1}
+    assert notes[0].startswith(
+        "checkpoint-000000002.ckpt is damaged: it does not hold what a checkpoint holds"
+    )
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """A file that nothing may write into."""
+    path = tmp_path / "mine"
+    path.write_text("mine")
+    yield path
+    assert path.read_text() == "mine"
+
+
+@pytest.mark.parametrize("linked", ["a.json", "a.json.tmp"])
+def test_a_link_in_place_of_a_file_is_replaced(tmp_path, mine, linked):
+    (tmp_path / linked).symlink_to(mine)
+    sealed.write(tmp_path / "a.json", {"a": 1})
+    assert sealed.read(tmp_path / "a.json") == {"a": 1}
+    assert not (tmp_path / "a.json").is_symlink()
+
+
+def test_rows_and_locks_do_not_follow_links_either(tmp_path, mine):
+    for name in ("rows.jsonl", "lock"):
+        (tmp_path / name).symlink_to(mine)
+    lines.append(tmp_path / "rows.jsonl", {"a": 1})
+    assert lines.read(tmp_path / "rows.jsonl") == ([{"a": 1}], [])
+    Run(tmp_path, Config(), resume=False).close()
+
+
+def test_figures_do_not_follow_links(tmp_path, mine, made):
+    (tmp_path / "curves-sgd.png").symlink_to(mine)
+    write_report([made()], tmp_path, "Runs", formats=["png"])
+    assert (tmp_path / "curves-sgd.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_find_looks_below_and_says_why_not(tmp_path, small):

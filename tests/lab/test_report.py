@@ -65,6 +65,58 @@ def test_reach_is_the_median_over_seeds(made):
     assert reach(records, 0.01, "epoch") is None
 
 
+def test_a_seed_recorded_twice_counts_once_and_is_told(tmp_path, made):
+    short = replace(made("backprop", loss=0.5), status="unfinished", epochs=made("backprop").epochs[:2])
+    (task,) = tasks([short, made("backprop"), replace(made("backprop"), folder=tmp_path / "copy")])
+    assert final_table(task).rows[0][2:4] == ["0.1", "90.0 %"]  # no ± over copies
+    assert task.arms[0].best[0].status == "finished"
+    assert task.repeated == 2
+    text = write_report([short, made("backprop")], tmp_path, "t").read_text()
+    assert "1 run, 1 method, 1 seed each. 1 more record of a seed that is already there left out." in text
+
+
+def test_runs_with_another_momentum_are_another_task(made):
+    one, other = tasks([made(), made(momentum=0.5)])
+    assert (one.repeated, other.repeated) == (0, 0)
+    assert other.title == f"{one.title}, momentum 0.5"
+
+
+def test_one_is_not_said_in_the_plural(tmp_path, made):
+    lonely = replace(made(epochs=1), status="unfinished", notes=["odd"])
+    text = write_report([lonely], tmp_path, "t").read_text()
+    assert "batch 10, 1 epoch<" in text
+    assert "1 run, 1 method, 1 seed each. 1 of them is unfinished and counts as far as it got." in text
+    assert "1 note from the runs" in text
+
+
+def test_the_headline_when_backprop_ends_where_it_began(made):
+    worse = made("backprop", loss=2.0)
+    text = headline(tasks([worse, made("cg:3", loss=1.0)])[0])
+    assert "took 0 epochs instead of 0" in text
+
+
+@pytest.mark.parametrize("accuracies", [(0.0, 0.0), (0.9, 0.9), (0.975, 0.98), (0.1, 0.99), (0.9991, 0.9992)])
+def test_no_two_ticks_of_an_axis_read_alike(made, accuracies):
+    record = made(lr=0.1, epochs=2)
+    rows = [
+        row | {"validation_accuracy": value}
+        for row, value in zip(record.epochs, (0.0, *accuracies), strict=True)
+    ]
+    records = [
+        replace(record, epochs=rows),
+        replace(record, config=replace(record.config, lr=0.3), epochs=rows),
+    ]
+    (task,) = tasks(records)
+    for figure in (figures.curves(task, "sgd"), figures.robustness(task, "sgd")):
+        figure.draw_without_rendering()
+        for axis in (axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis)):
+            low, high = sorted(axis.get_view_interval())
+            shown = [
+                tick.label1.get_text() for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high
+            ]
+            assert len(shown) == len(set(shown)), shown
+
+
 def test_angles_are_the_cosines_in_degrees(made):
     found = angles([made("cg:3"), made("cg:3", seed=1)])
     assert found["1"] == pytest.approx([60.0] * 5)
@@ -232,6 +284,30 @@ def test_the_page_needs_nothing_but_itself(tmp_path, comparison, made):
     for part in ("Where each method ends", "Over epochs and over time", "How much the learning rate matters",
                  "turns away from the gradient", "What is solved where", "proxprop compare --seeds 3"):  # fmt: skip
         assert part in page.text
+
+
+def test_tables_and_figures_can_be_read_without_seeing_them(tmp_path, comparison):
+    text = write_report(comparison, tmp_path, "t").read_text()
+    assert "<th>" not in text
+    assert '<th scope="col">best lr</th>' in text
+    assert '<th scope="row">Nesterov SGD · BackProp</th>' in text
+    curves, rates, angle = re.findall(r'<svg role="img" aria-label="(.*?)"', text)
+    assert (
+        "BackProp at learning rate 0.1 ends at loss 0.11 ± 0.01, validation accuracy 90.0 ± 0.0 %" in curves
+    )
+    assert "BackProp from 0.01 to 1, best at 0.1 with loss 0.11 ± 0.01, diverged at 1" in rates
+    assert "ProxProp cg3, layer 3 from 76 to 76 degrees" in angle
+
+
+def test_a_phone_gets_figures_it_can_read_and_a_hint_that_they_go_on(tmp_path, comparison):
+    text = write_report(comparison, tmp_path, "t").read_text()
+    (least,) = re.findall(r"figure svg \{ min-width: (\d+)px", text)
+    for width in re.findall(r'viewBox="0 0 ([\d.]+)', text):
+        assert int(least) / float(width) * 10 >= 9.9  # pixels, of the 10 points that axes are labelled in
+    assert text.count("Swipe sideways to see the whole figure") == text.count("<svg") == 3
+    wide = re.findall(r'<div class="wide[^>]*>', text)
+    assert len(wide) == text.count("<table") + text.count("<svg")
+    assert all('tabindex="0" role="region" aria-label="' in region for region in wide)
 
 
 def test_text_from_records_is_escaped(tmp_path, made):

@@ -11,6 +11,7 @@ from proxprop.lab import experiments, paper
 from proxprop.lab.config import Config
 from proxprop.lab.figures.reproduction import figures
 from proxprop.lab.records import Record
+from proxprop.lab.refusal import Refused
 from proxprop.lab.reproduction import grades, tables
 from proxprop.lab.reproduction.claims import PARTS, verdicts
 from proxprop.lab.reproduction.claims.verdict import Both
@@ -116,6 +117,19 @@ def test_tables_are_the_same_after_reading(own, tmp_path):
     write_csv(tmp_path / "fig1.csv", tables.CURVES, own.fig1)
     assert read_csv(tmp_path / "fig1.csv") == own.fig1
     assert read_csv(tmp_path / "nothing.csv") == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("reading,orders\ngr\xe4y,7\n".encode("latin-1"), "spectrum.csv is not a readable .csv in UTF-8"),
+        (b"reading,orders\ngrey,7,8\n", "spectrum.csv has a row with more cells than its header"),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_named(tmp_path, content, message):
+    (tmp_path / "spectrum.csv").write_bytes(content)
+    with pytest.raises(Refused, match=message):
+        Results.read(tmp_path)
 
 
 def test_numbers_of_an_arm():
@@ -260,7 +274,7 @@ class TestCommitted:
     def test_the_document_is_made_from_the_tables(self):
         text = (COMMITTED / "REPRODUCTION.md").read_text()
         assert text == document(Results.read(COMMITTED)), (
-            "proxprop reproduce all --only-write --out results/paper"
+            "proxprop reproduce spectrum --only-write --out results/paper"
         )
 
     def test_every_row_names_a_run_that_can_be_run_again(self):

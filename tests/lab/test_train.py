@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from proxprop.lab import interruption
 from proxprop.lab import step as stepping
 from proxprop.lab import watch as watching
 from proxprop.lab.config import Config
@@ -145,6 +146,24 @@ def test_ctrl_c_stops_after_the_step_and_resumes(tmp_path, small, steps, solver)
     assert signal.getsignal(signal.SIGINT) is handler
     train(config, tmp_path / "run", resume=True)
     assert outcome(tmp_path / "run") == outcome(train(config, tmp_path / "whole").folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_ends_a_step_that_does_not_end_by_itself(tmp_path, small, monkeypatch, number):
+    class Endless(watching.Quiet):
+        def step(self, done, loss):
+            if done == 7:
+                os.kill(os.getpid(), number)
+                while True:
+                    time.sleep(0.01)
+
+    monkeypatch.setattr(interruption, "GRACE", 0.05)
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(KeyboardInterrupt):
+        train(replace(small, checkpoint_seconds=0.0), tmp_path / "run", watch=Endless())
+    assert signal.getsignal(signal.SIGALRM) is before
+    train(small, tmp_path / "run", resume=True)
+    assert outcome(tmp_path / "run") == outcome(train(small, tmp_path / "whole").folder)
 
 
 class Notes(watching.Quiet):

@@ -4,8 +4,8 @@
 step does not depend on how a batch was cut into micro-batches.
 """
 
-from proxprop.deferred.attach import attach, detach, solve
-from proxprop.deferred.handle import Deferred
+from proxprop.deferred.attaching import attach
+from proxprop.deferred.handle import Attached
 from proxprop.deferred.running import Running
 
-__all__ = ["Deferred", "Running", "attach", "detach", "solve"]
+__all__ = ["Attached", "Running", "attach"]

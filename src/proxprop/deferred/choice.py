@@ -13,10 +13,10 @@ from proxprop.nn import ProximalLayer
 from proxprop.nn.layer import Part
 from proxprop.solvers import DIAGONAL, FEATURE
 
-Otherwise = Literal["explicit", "immediate"]
-OTHERWISE: tuple[Otherwise, ...] = ("explicit", "immediate")
+Fallback = Literal["explicit", "immediate"]
+FALLBACKS: tuple[Fallback, ...] = ("explicit", "immediate")
 
-LIMIT = 2**30
+MAX_BYTES = 2**30
 """Most bytes of one layer's S unless told otherwise: some 16,000 features in float32."""
 
 
@@ -41,24 +41,24 @@ class Choice:
         return f"{self.mode}, {size}"
 
 
-def choose(name: str, layer: ProximalLayer, limit: int, otherwise: Otherwise) -> Choice:
+def choose(name: str, layer: ProximalLayer, max_bytes: int, fallback: Fallback) -> Choice:
     """Decide for one layer.
 
     Args:
         name: how messages call it.
         layer: a converted layer.
-        limit: most bytes of its S.
-        otherwise: what to do where S is larger, or where there is none.
+        max_bytes: most bytes of its S.
+        fallback: what to do where S is larger, or where there is none.
     """
     size = gram_bytes(layer)
     if size is None:
-        return Choice(layer, otherwise, 0, f"{layer.plain.__name__} has no Gram matrix that could be summed")
+        return Choice(layer, fallback, 0, f"{layer.plain.__name__} has no Gram matrix that could be summed")
     solver = layer._settings.solver
     if FEATURE not in solver.spaces and DIAGONAL not in layer.spaces:
-        return Choice(layer, otherwise, 0, f"{solver!r} does not work in feature space")
-    if size > limit:
-        reason = f"its S would take {in_units(size)}, over the limit of {in_units(limit)}"
-        return Choice(layer, otherwise, size, reason)
+        return Choice(layer, fallback, 0, f"{solver!r} does not work in feature space")
+    if size > max_bytes:
+        reason = f"its S would take {in_units(size)}, over the limit of {in_units(max_bytes)}"
+        return Choice(layer, fallback, size, reason)
     return Choice(layer, "deferred", size)
 
 

@@ -31,9 +31,9 @@ class Attachment:
     """One layer's tie to deferred mode. A copy or a pickle of the layer is not attached."""
 
     def __init__(
-        self, deferred: "Deferred", layer: ProximalLayer, systems: dict[str, System], watches: list[Watch]
+        self, handle: "Attached", layer: ProximalLayer, systems: dict[str, System], watches: list[Watch]
     ) -> None:
-        self.deferred, self.layer, self.systems, self._watches = deferred, layer, systems, watches
+        self.handle, self.layer, self.systems, self._watches = handle, layer, systems, watches
         self._parameters = [
             (module, name, parameter)
             for module in layer.modules()
@@ -53,7 +53,7 @@ class Attachment:
         """Return the output such that backward adds the gradient, and S to one of the layer's systems."""
         self._begin_call()
         system = self.systems[part]
-        summation = Summation(task, system, self.deferred.sampling(system))
+        summation = Summation(task, system, self.handle.sampling(system))
         return attach_sum(output, summation, inputs, parameters)
 
     def explicit(self) -> bool:
@@ -78,8 +78,8 @@ class Attachment:
         """What to look at in every call that gradients will come from."""
         if not torch.compiler.is_compiling():
             self._refuse_other_parameters()
-        self.deferred.reduction.notice()
-        self.deferred.refuse_uneven_inputs()
+        self.handle.reduction.notice()
+        self.handle.refuse_uneven_inputs()
 
     def _refuse_other_parameters(self) -> None:
         """Raise where a gradient would not reach the parameters that S is summed for."""
@@ -88,15 +88,27 @@ class Attachment:
                 raise RuntimeError(
                     f"{self.layer._layer_name}: its parameters are not the ones it was attached with: they were "
                     "replaced (load_state_dict(assign=True)) or others were passed (torch.func.functional_call). "
-                    "Call proxprop.detach(model), and attach again with an optimizer that holds the new ones"
+                    "Call .detach() on what proxprop.attach returned, and attach again with an optimizer that holds "
+                    "the new ones"
                 )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
 
-class Deferred(Joins):
+class Attached(Joins):
     """Converted layers whose steps are solved when their optimizer steps. Made by `proxprop.attach`.
+
+    Example:
+        >>> import proxprop
+        >>> model = proxprop.convert(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        >>> attached = proxprop.attach(optimizer, model)
+        >>> model(torch.randn(16, 4)).square().mean().backward()
+        >>> attached.solve()  # not needed, but to clip or look at directions
+        >>> norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        >>> optimizer.step()
+        >>> attached.detach()
 
     Attributes:
         optimizers: the optimizers whose steps are preceded by a solve.
@@ -113,6 +125,7 @@ class Deferred(Joins):
     ) -> None:
         super().__init__()
         self.optimizers, self.choices = list(optimizers), dict(choices)
+        self._detached = False
         self.averages = Averages(running) if running is not None else None
         self.systems: list[System] = []
         parts = {
@@ -120,8 +133,8 @@ class Deferred(Joins):
             for name, choice in self.choices.items()
             if choice.mode != "immediate"
         }
-        observe = running.observe if running is not None else 1
-        self.clusters = [Cluster(systems, observe) for systems in components(self.systems)]
+        update_every = running.update_every if running is not None else 1
+        self.clusters = [Cluster(systems, update_every) for systems in components(self.systems)]
         self._watches = {cluster: Watch(cluster) for cluster in self.clusters}
         for cluster in self.clusters:
             cluster.systems[0].alone = len(cluster.systems) == 1 and running is None
@@ -146,11 +159,19 @@ class Deferred(Joins):
 
     @torch.no_grad()
     def solve(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Turn gradients in `.grad` into directions, where backward passes have come since the last solve.
+        """Turn gradients in `.grad` into directions now, to clip or look at them before a step.
+
+        The optimizer's step then solves nothing more. Where no backward pass came since the last solve, nothing is
+        done.
 
         Args:
-            parameters: solve only systems that one of these is in.
+            parameters: solve only for layers that have one of these, and those that share parameters with them.
+
+        Raises:
+            RuntimeError: the handle was detached.
         """
+        if self._detached:
+            raise RuntimeError("solve: the handle was detached: call proxprop.attach(optimizer, model) again")
         chosen = None if parameters is None else {id(p) for p in parameters}  # tensors are slow to hash
         systems: list[System] = []
         resting: list[Cluster] = []
@@ -228,7 +249,7 @@ class Deferred(Joins):
         if backward_pass() != -1:
             raise RuntimeError(
                 "an optimizer stepped inside backward, where S is not complete yet. In deferred mode step after "
-                "backward, or call proxprop.detach(model) and let each layer solve inside backward"
+                "backward, or call .detach() on what proxprop.attach returned and let each layer solve inside backward"
             )
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -249,7 +270,12 @@ class Deferred(Joins):
         return solved
 
     def detach(self) -> None:
-        """Go back to immediate mode: layers solve inside backward again, and optimizers step as before."""
+        """Go back to immediate mode: layers solve inside backward again, and optimizers step as before.
+
+        S that waits and running averages are dropped. Detaching twice does no harm.
+        """
+        if self._detached:
+            return
         for hook in self._hooks:
             hook.remove()
         self.reduction.release()
@@ -258,6 +284,7 @@ class Deferred(Joins):
         for choice in self.choices.values():
             choice.layer._tie(None)
         self._hooks, self.systems, self.clusters, self._watches = [], [], [], {}
+        self._detached = True
 
     def state_dict(self) -> dict[str, Tensor]:
         """The running averages as a dict of tensors, to be saved beside the model's and the optimizer's state.
@@ -292,10 +319,4 @@ class Deferred(Joins):
 
     def __repr__(self) -> str:
         lines = [f"  {name}: {choice}" for name, choice in self.choices.items()]
-        return "\n".join(["Deferred(", *lines, ")"])
-
-
-def attachments(model: nn.Module) -> list[Attachment]:
-    """The ties of a model's layers."""
-    layers = [module for module in model.modules() if isinstance(module, ProximalLayer)]
-    return [layer._attached for layer in layers if isinstance(layer._attached, Attachment)]
+        return "\n".join(["Attached(", *lines, ")"])

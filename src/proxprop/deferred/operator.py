@@ -9,8 +9,7 @@ from torch import Tensor
 
 from proxprop.settings import Settings
 from proxprop.solvers import Exact, Solution, Solver
-from proxprop.solvers.block_cholesky import by_blocks, goes_by_blocks
-from proxprop.solvers.cholesky import eliminates, factorize, inverse
+from proxprop.solvers.cholesky import factorize
 from proxprop.tuning import TRITON_CHOLESKY_MOST_ROWS
 
 
@@ -114,26 +113,8 @@ class Inverse:
     @classmethod
     def of(cls, form: Form) -> tuple["Inverse", Tensor]:
         """Factorise and invert, and say for each group whether that failed; M is overwritten."""
-        if eliminates(form.M):
-            return cls.by_elimination(form)
-        eye = torch.eye(form.M.shape[-1], dtype=form.M.dtype, device=form.M.device)
-        if goes_by_blocks(form.M):
-            found, failed = by_blocks(form.M, form.damping, len(eye))(eye[None]).times(form.factor)
-            assert failed is not None
-            return cls(found), failed
-        factor = factorize(form.M, form.damping)
-        broken = (factor.info != 0)[:, None, None]
-        matrix = torch.where(broken, eye / factor.bound[:, None, None], inverse(factor.L))
-        return cls(matrix.mul_(form.factor)), broken.flatten() & factor.bound.isfinite()
-
-    @classmethod
-    def by_elimination(cls, form: Form) -> tuple["Inverse", Tensor]:
-        """`of` by a GPU kernel of our own for small systems."""
-        from proxprop.kernels import cholesky
-
-        inverse_L, failed = cholesky.inverse_factor(form.M, form.damping)
-        rows = inverse_L[..., : form.M.shape[-1]]
-        return cls((rows.mT @ rows).mul_(form.factor)), failed
+        factorization = factorize(form.M, form.damping)
+        return cls(factorization.inverse().mul_(form.factor)), factorization.failed
 
     def apply(self, B: Tensor) -> Solution:
         """One product."""

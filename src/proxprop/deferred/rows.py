@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from proxprop.settings import Settings
-from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Exact, Sizes, Solution
-from proxprop.solvers.cholesky import inverse_factor
+from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Exact, Sizes, Solution, Solver
+from proxprop.solvers.cholesky import factorize_whole
 from proxprop.solvers.matmul import transposed_product
 from proxprop.solvers.plan import remembered_plan
 from proxprop.transfer import LinearTransfer
@@ -35,16 +35,25 @@ def rows_pay(sizes: Sizes, settings: Settings) -> bool:
         >>> rows_pay(wide, Settings(Exact())), rows_pay(wide._replace(samples=2000), Settings(Exact()))
         (True, False)
     """
-    groups, samples, features, outputs = sizes
     solver = settings.solver
-    space = SAMPLE if isinstance(solver, Exact) else MATRIX_FREE
-    if space not in solver.spaces or not 0 < samples <= features:
+    space = rows_space(solver)
+    if space not in solver.spaces or not 0 < sizes.samples <= sizes.features:
         return False
     if settings.space is not None:
         return settings.space == space
     costs = remembered_plan(sizes, solver).costs
-    with_A = 8.0 * groups * samples * features * outputs if space == SAMPLE else 0.0  # and Aᵀ, twice each
-    return costs[space].effort + with_A < costs[FEATURE].effort
+    return costs[space].effort + products_with_rows(sizes, space) < costs[FEATURE].effort
+
+
+def rows_space(solver: Solver) -> str:
+    """Where a step from rows is solved."""
+    return SAMPLE if isinstance(solver, Exact) else MATRIX_FREE
+
+
+def products_with_rows(sizes: Sizes, space: str) -> float:
+    """FLOPs of a step from rows beyond those of immediate mode: in sample space, products with A and Aᵀ, twice each."""
+    groups, samples, features, outputs = sizes
+    return 8.0 * groups * samples * features * outputs if space == SAMPLE else 0.0
 
 
 @dataclass(frozen=True)
@@ -99,7 +108,8 @@ def solve(transfer: LinearTransfer, B: Tensor, damping: float) -> Solution:
 
     A failure is substituted in small matrices, where it costs little: without R, D is a multiple of B.
     """
-    R, failed = inverse_factor(transfer.sample_gram(), damping)
+    factorization = factorize_whole(transfer.sample_gram(), damping)
+    R, failed = factorization.inverse_factor(), factorization.failed
     broken = failed[:, None, None]
     shrink = torch.where(broken, R[:, :1, :1].square() * damping, 1.0)  # R is I/√(λ + trace K) there
     R = torch.where(broken, 0.0, R)

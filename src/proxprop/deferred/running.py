@@ -28,9 +28,9 @@ from proxprop.torch_internals import add_all, multiply_all, norms
 class Running:
     """Take S from an exponential average over steps instead of from the step's own samples.
 
-    With `S_t` and `N_t` of step t, summed over all micro-batches and ranks,
+    In one step of `update_every`, with S and N of that step, summed over all micro-batches and ranks,
 
-        S̄_t = decay·S̄_{t-1} + S_t,    N̄_t = decay·N̄_{t-1} + N_t,    C = S̄_t / N̄_t,
+        S̄ ← d·S̄ + S,    N̄ ← d·N̄ + N,    d = decay**update_every,    C = S̄ / N̄,
 
     so that C is a weighted mean over samples from the first step on, whatever their number in a step. With c the
     mean of C's diagonal (in each group) and B the gradient of the step, the direction is
@@ -42,39 +42,41 @@ class Running:
     which bounds stable learning rates, is at most `(1 + ρ)·c` where BackProp's is C's largest.
 
     Args:
-        decay: how much of the average is kept from one step to the next, in [0, 1).
-        every: the average is inverted in the first step and every so many after it.
-        damping: ρ > 0. None takes the layer's own `tau_theta` and `scaling`, with `N_t·C` in the place of S.
+        decay: how much of the average is kept from one step to the next, in [0, 1). It looks back as many steps
+            whatever `update_every` is.
+        update_every: S is summed in a layer's first step and every so many after it. The steps between run torch's own
+            layer, at its own cost, and turn its gradient with what was kept.
+        invert_every: the average is inverted in the first step and every so many after it; a multiple of
+            `update_every`.
+        damping: ρ > 0. None takes the layer's own `tau_theta` and `scaling`, with `N·C` of the step in the place of S.
         rows: estimate S of a call from so many of its rows, drawn without replacement, and scale it up. The
             estimate is unbiased, and its mean square error is `N²/rows·(1 − rows/N)·s²`, with
             `s² = Σ‖aaᵀ − S/N‖² / (N − 1)` over the N rows a. The gradient takes all rows. None takes all for S too.
-        observe: S is summed in a layer's first step and every so many after it, a divisor of `every`. The steps
-            between run torch's own layer, at its own cost, and turn its gradient with what was kept. The average
-            looks as many steps back: from one observed step to the next, `decay**observe` of it is kept.
 
     Example:
-        >>> Running(decay=0.9, every=5)
-        Running(decay=0.9, every=5, damping=0.3, rows=None, observe=1)
+        >>> Running(decay=0.9, update_every=5)
+        Running(decay=0.9, update_every=5, invert_every=10, damping=0.3, rows=None)
     """
 
     decay: float = 0.95
-    every: int = 10
+    update_every: int = 10
+    invert_every: int = 10
     damping: float | None = 0.3
     rows: int | None = None
-    observe: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
             raise ValueError(f"decay should be at least 0 and less than 1 but is {self.decay}")
-        for name, value in (("every", self.every), ("rows", self.rows), ("observe", self.observe)):
+        for name in ("update_every", "invert_every", "rows"):
+            value = getattr(self, name)
             if name == "rows" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} should be a whole number of at least 1 but is {value!r}")
-        if self.every % self.observe:
+        if self.invert_every % self.update_every:
             raise ValueError(
-                f"every should be a multiple of observe, so that S is there when it is inverted, but they are "
-                f"{self.every} and {self.observe}"
+                f"invert_every should be a multiple of update_every, so that S is there when it is inverted, but they "
+                f"are {self.invert_every} and {self.update_every}"
             )
         if self.damping is not None and not (self.damping > 0 and math.isfinite(self.damping)):
             raise ValueError(f"damping should be > 0 and finite, or None, but is {self.damping}")
@@ -114,14 +116,14 @@ class Cluster:
 
     Attributes:
         systems: the systems.
-        observe: S is summed in the first of so many steps.
+        update_every: S is summed in the first of so many steps.
         operators: an equation and its operator each, since they were last made.
         steps: how many steps it took.
         due: whether S is to be summed in this step. A compiled layer sees this, and no number that is new each step.
     """
 
     systems: Sequence[System]
-    observe: int = 1
+    update_every: int = 1
     operators: list[tuple[Equation, Operator]] = field(default_factory=list, init=False)
     steps: int = field(init=False)
     due: bool = field(init=False)
@@ -160,7 +162,7 @@ class Cluster:
 
     def reach(self, steps: int) -> None:
         """Go on from so many steps."""
-        self.steps, self.due = steps, steps % self.observe == 0
+        self.steps, self.due = steps, steps % self.update_every == 0
 
 
 class Averages:
@@ -196,7 +198,8 @@ class Averages:
         due = {
             cluster: samples.get(cluster)
             for cluster, terms in steps.items()
-            if cluster.steps % self.running.every == 0 or any(term.equation in started for term in terms)
+            if cluster.steps % self.running.invert_every == 0
+            or any(term.equation in started for term in terms)
         }
         self._invert(due)
 
@@ -212,7 +215,7 @@ class Averages:
             if average is not held:
                 started.add(term.equation)
         for pairs in alike.values():
-            update(pairs, self.running.decay**self.running.observe)
+            update(pairs, self.running.decay**self.running.update_every)
         return started
 
     def _joined(self, cluster: Cluster) -> Iterable[Term]:

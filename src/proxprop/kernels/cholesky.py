@@ -34,8 +34,8 @@ def _dot(left, right):
 
 
 @triton.jit
-def _factorise(tile, PIVOT, LEAST, BLOCK: tl.constexpr):
-    """Store `L⁻¹` of a symmetric tile `LLᵀ`, and its smallest pivot.
+def _factorise(tile, PIVOT, SQUARES, BLOCK: tl.constexpr):
+    """Store `L⁻¹` of a symmetric tile `LLᵀ`, and the squares of L's diagonal.
 
     By columns, of which a thread holds one entry each: the entries of the pivot's row are a shuffle away. In each step
     the first column is done, and what becomes of the identity's takes the last place.
@@ -47,12 +47,11 @@ def _factorise(tile, PIVOT, LEAST, BLOCK: tl.constexpr):
     for j in tl.static_range(BLOCK):
         columns += (tl.load(PIVOT + j * BLOCK + index),)
     tl.debug_barrier()
-    pivots, least = tl.full((BLOCK,), 1.0, tl.float32), tl.full((BLOCK,), float("inf"), tl.float32)
+    pivots = tl.full((BLOCK,), 1.0, tl.float32)
     for k in range(BLOCK):
         place = tl.full((BLOCK,), k, tl.int32)
         pivot = tl.gather(columns[0], place, 0)
         pivots = tl.where(index == k, pivot, pivots)
-        least = tl.where(pivot > least, least, pivot)  # a comparison that takes NaN over
         down = tl.where(index > k, columns[0] / pivot, 0.0)
         eliminated = ()  # type: tuple[Tensor, ...]
         for j in tl.static_range(1, BLOCK):
@@ -62,20 +61,20 @@ def _factorise(tile, PIVOT, LEAST, BLOCK: tl.constexpr):
     root = tl.sqrt(pivots)
     for j in tl.static_range(BLOCK):
         tl.store(PIVOT + index * BLOCK + j, tl.where(index < j, 0.0, columns[j] / root))
-    tl.store(LEAST, tl.sum(tl.where(index == 0, least, 0.0), axis=0))
+    tl.store(SQUARES + index, pivots)
 
 
 @triton.jit
-def _begin(M, PIVOTS, LEAST, size, stride, steps, damping, BLOCK: tl.constexpr):
+def _begin(M, PIVOTS, SQUARES, size, stride, steps, damping, BLOCK: tl.constexpr):
     """Factorise the first pivot tile."""
     group, index = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     tile = _load(M + group * size * stride, index[:, None], index[None, :], size, stride, damping, True)
-    _factorise(tile, PIVOTS + group * steps * BLOCK * BLOCK, LEAST + group * steps, BLOCK)
+    _factorise(tile, PIVOTS + group * steps * BLOCK * BLOCK, SQUARES + group * steps * BLOCK, BLOCK)
 
 
 @triton.jit(do_not_specialize=["step"])
 def _eliminate(
-    M, WORK, PARTIAL, INVERSE, PIVOTS, LEAST, size, stride, steps, step, damping,
+    M, WORK, PARTIAL, INVERSE, PIVOTS, SQUARES, size, stride, steps, step, damping,
     FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Eliminate block `step` from the tile of this program, on or below the diagonal.
@@ -92,7 +91,7 @@ def _eliminate(
     WORK += group * padded * padded
     PARTIAL += group * padded * padded
     INVERSE += group * padded * padded
-    LEAST += group * steps
+    SQUARES += group * padded
     PIVOTS += group * steps * BLOCK * BLOCK
 
     down, along = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
@@ -120,49 +119,52 @@ def _eliminate(
         if second <= step:
             tl.store(PARTIAL + tile, rest)
         elif first == step + 1:
-            _factorise(rest, PIVOTS + (step + 1) * BLOCK * BLOCK, LEAST + step + 1, BLOCK)
+            _factorise(rest, PIVOTS + (step + 1) * BLOCK * BLOCK, SQUARES + (step + 1) * BLOCK, BLOCK)
         else:
             tl.store(WORK + tile, rest)
 
 
 @triton.jit
-def _mend(INVERSE, LEAST, M, FAILED, size, stride, steps, padded, damping, SIZE: tl.constexpr):
-    """Where a pivot was not positive, put `I/√(λ + trace M)` in place of `L⁻¹`; NaN where that overflows."""
+def _mend(INVERSE, SQUARES, M, FAILED, size, stride, padded, damping, least_share, SIZE: tl.constexpr):
+    """Where a pivot is too small a share of its diagonal entry, put `I/√(λ + trace M)` in place of `L⁻¹`.
+
+    That is NaN where M is not finite.
+    """
     group, index = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
-    least = tl.load(LEAST + group * steps + index, mask=index < steps, other=1.0)
-    broken = tl.sum((least > 0).to(tl.int32), axis=0) < SIZE
-    diagonal = tl.load(
-        M + group * size * stride + index.to(tl.int64) * (stride + 1), mask=index < size, other=0.0
-    )
+    inside = index < size
+    pivots = tl.load(SQUARES + group * padded + index, mask=inside, other=1.0)
+    diagonal = tl.load(M + group * size * stride + index.to(tl.int64) * (stride + 1), mask=inside, other=0.0)
+    sound = pivots > least_share * tl.where(inside, diagonal + damping, 1.0)
+    broken = tl.sum(sound.to(tl.int32), axis=0) < SIZE  # true where NaN is
     bound = damping + tl.sum(diagonal, axis=0)
-    finite = bound < float("inf")
-    tl.store(FAILED + group, broken & finite)
+    tl.store(FAILED + group, broken)
     if broken:
-        bound = tl.where(finite, bound, float("nan"))
+        bound = tl.where(bound < float("inf"), bound, float("nan"))
         for row in range(padded):
             line = tl.where(index == row, 1.0 / tl.sqrt(bound), 0.0 * bound)
             tl.store(INVERSE + (group * padded + row) * padded + index, line, mask=index < padded)
 
 
 @on_its_device
-def inverse_factor(M: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+def inverse_factor(M: Tensor, damping: float, least_share: float) -> tuple[Tensor, Tensor]:
     """`L⁻¹` with `LLᵀ = λI + M`, and whether that is not positive definite in this precision.
 
     Args:
         M: symmetric `[groups, size, size]`, float32.
         damping: λ.
+        least_share: the smallest part of its diagonal entry that a pivot may be.
 
     Returns:
         `L⁻¹ [groups, padded, padded]`, the identity beyond `size`; where the flag `[groups]` is true, the identity over
         `√(λ + trace M)`, and NaN where M is not finite.
     """
-    damping = float(damping)  # of which Triton makes one kernel, of whole numbers many
+    damping = float(damping)  # Triton specialises on integers; a float compiles once
     M = with_rows(M)
     groups, size, _ = M.shape
     steps = triton.cdiv(size, CHOLESKY_TILE)
     padded = steps * CHOLESKY_TILE
     work, partial, inverse = (M.new_empty(groups, padded, padded) for _ in range(3))
-    pivots, least = M.new_empty(groups, steps, CHOLESKY_TILE, CHOLESKY_TILE), M.new_empty(groups, steps)
+    pivots, squares = M.new_empty(groups, steps, CHOLESKY_TILE, CHOLESKY_TILE), M.new_empty(groups, padded)
     failed = torch.empty(groups, dtype=torch.bool, device=M.device)
     launch = launches("cholesky.inverse_factor", [M])
     launch(
@@ -170,7 +172,7 @@ def inverse_factor(M: Tensor, damping: float) -> tuple[Tensor, Tensor]:
         (groups,),
         M,
         pivots,
-        least,
+        squares,
         size,
         M.stride(1),
         steps,
@@ -182,12 +184,12 @@ def inverse_factor(M: Tensor, damping: float) -> tuple[Tensor, Tensor]:
         tiles = (steps * (steps + 1) - step * (step + 1)) // 2
         launch(
             _eliminate, (tiles, groups),
-            work if step else M, work, partial, inverse, pivots, least,
+            work if step else M, work, partial, inverse, pivots, squares,
             size, padded if step else M.stride(1), steps, step, damping,
             FIRST=step == 0, BLOCK=CHOLESKY_TILE, num_warps=1,
         )  # fmt: skip
     launch(
-        _mend, (groups,), inverse, least, M, failed, size, M.stride(1), steps, padded, damping,
+        _mend, (groups,), inverse, squares, M, failed, size, M.stride(1), padded, damping, least_share,
         SIZE=triton.next_power_of_2(padded),
     )  # fmt: skip
     return inverse, failed

@@ -1,7 +1,7 @@
 """Feature-space conjugate gradients on a GPU: a product on tensor cores and one kernel a step.
 
 Two inner products and three updates on arrays `[groups, features, outputs]`, a dozen launches as torch operations. A
-program takes a few columns, whole or walking down their rows. `proxprop.solvers.cg.feature_cg` is the plain twin.
+program takes a few columns, whole or walking down their rows. `proxprop.solvers.conjugate_gradients` is the plain twin.
 """
 
 import torch
@@ -14,6 +14,8 @@ from proxprop.device import round_up
 from proxprop.kernels import split_fp16
 from proxprop.kernels.launch import launches, on_its_device
 from proxprop.kernels.split_fp16 import power, store_parts, unscaled
+from proxprop.kernels.stopping import epsilon, floor_of, smaller, step_length, still_going
+from proxprop.solvers.conjugate_gradients import SPOILT
 
 
 @triton.jit
@@ -95,9 +97,23 @@ def _begin(
 
 
 @triton.jit
+def _note(length, squared, ENERGY, SMALLEST, LARGEST, at, inside, epsilon, FIRST: tl.constexpr):
+    """Keep what is known of each column after a step, and return the floor of its next residual."""
+    energy, smallest, largest = length * squared, length, length
+    if not FIRST:
+        energy += tl.load(ENERGY + at, mask=inside, other=0.0)
+        smallest = smaller(tl.load(SMALLEST + at, mask=inside, other=1.0), length)
+        largest = tl.maximum(tl.load(LARGEST + at, mask=inside, other=0.0), length)
+    tl.store(ENERGY + at, energy, mask=inside)
+    tl.store(SMALLEST + at, smallest, mask=inside)
+    tl.store(LARGEST + at, largest, mask=inside)
+    return floor_of(energy, smallest, epsilon)
+
+
+@triton.jit
 def _advance_whole(
-    SEARCH, S_SEARCH, RESIDUAL, D, DIAGONAL, PARTS_OF_SEARCH, UNSCALE, SCALE, SQUARED,
-    damping, features, padded, wide,
+    SEARCH, S_SEARCH, RESIDUAL, D, DIAGONAL, PARTS_OF_SEARCH, UNSCALE, SCALE, SQUARED, ENERGY, SMALLEST, LARGEST,
+    damping, epsilon, features, padded, wide,
     FIRST: tl.constexpr, LAST: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """`_advance` for columns that a program holds whole, so that nothing is read twice."""
@@ -117,8 +133,8 @@ def _advance_whole(
     if not LAST:
         residual = tl.load(RESIDUAL + at, mask=inside, other=0.0)
     image = damping * search + S_search * unscale[None, :] * side[:, None]
-    curvature = tl.sum(search * image, axis=0)
-    length = tl.where(curvature == 0, 1.0 / damping, squared / curvature)
+    length = step_length(squared, tl.sum(search * image, axis=0), damping)
+    floor = _note(length, squared, ENERGY, SMALLEST, LARGEST, at_column, in_column, epsilon, FIRST)
     if FIRST:
         solution = length[None, :] * search
     else:
@@ -128,7 +144,7 @@ def _advance_whole(
     tl.store(D + at, solution, mask=inside)
     if not LAST:
         residual -= length[None, :] * image
-        after = tl.sum(residual * residual, axis=0)
+        after = still_going(tl.sum(residual * residual, axis=0), floor, squared, length)
         search = residual + tl.where(squared == 0, 0.0, after / squared)[None, :] * search
         tl.store(SQUARED + at_column, after, mask=in_column)
         tl.store(RESIDUAL + at, residual, mask=inside)
@@ -144,8 +160,8 @@ def _advance_whole(
 
 @triton.jit
 def _advance(
-    SEARCH, S_SEARCH, RESIDUAL, D, DIAGONAL, PARTS_OF_SEARCH, UNSCALE, SCALE, SQUARED,
-    damping, features, padded, wide,
+    SEARCH, S_SEARCH, RESIDUAL, D, DIAGONAL, PARTS_OF_SEARCH, UNSCALE, SCALE, SQUARED, ENERGY, SMALLEST, LARGEST,
+    damping, epsilon, features, padded, wide,
     FIRST: tl.constexpr, LAST: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(1).to(tl.int64)
@@ -165,7 +181,8 @@ def _advance(
         search = tl.load(SEARCH + at, mask=inside, other=0.0)
         S_search = tl.load(S_SEARCH + at, mask=inside, other=0.0) * unscale[None, :] * side[:, None]
         curvature += tl.sum(search * (damping * search + S_search), axis=0)
-    length = tl.where(curvature == 0, 1.0 / damping, squared / curvature)
+    length = step_length(squared, curvature, damping)
+    floor = _note(length, squared, ENERGY, SMALLEST, LARGEST, at_column, in_column, epsilon, FIRST)
 
     after = tl.zeros((COLUMNS,), tl.float32)
     for first in range(0, features, ROWS):
@@ -189,6 +206,7 @@ def _advance(
 
     if not LAST:
         tl.debug_barrier()
+        after = still_going(after, floor, squared, length)
         tl.store(SQUARED + at_column, after, mask=in_column)
         ratio = tl.where(squared == 0, 0.0, after / squared)
         largest = tl.zeros((COLUMNS,), tl.float32)
@@ -207,8 +225,8 @@ def _advance(
 
 
 @on_its_device
-def feature_cg(S: Tensor, B: Tensor, damping: float, iterations: int, parts: int) -> Tensor:
-    """`proxprop.solvers.cg.feature_cg` for one step length an output, in the scale of B.
+def feature_cg(S: Tensor, B: Tensor, damping: float, iterations: int, parts: int) -> tuple[Tensor, Tensor]:
+    """`conjugate_gradients` in feature space, for one step length an output.
 
     Args:
         S: `[groups, features, features]`, float32.
@@ -218,9 +236,9 @@ def feature_cg(S: Tensor, B: Tensor, damping: float, iterations: int, parts: int
         parts: 3 for products as accurate as float32's, 1 for products as accurate as TF32's.
 
     Returns:
-        D `[groups, features, outputs]`.
+        D `[groups, features, outputs]`, and for each group whether rounding of S may have spoilt it.
     """
-    damping = float(damping)  # of which Triton makes one kernel, of whole numbers many
+    damping = float(damping)  # Triton specialises on integers; a float compiles once
     groups, features, outputs = B.shape
     parts_of_S, diagonal = split_fp16.split(S, features, parts)
     blocks = max(
@@ -234,12 +252,14 @@ def feature_cg(S: Tensor, B: Tensor, damping: float, iterations: int, parts: int
         _solve(parts_of_S, diagonal, some, damping, iterations, parts)
         for some in B.split(triton.cdiv(outputs, blocks), dim=-1)
     ]
-    return found[0] if blocks == 1 else torch.cat(found, dim=-1)
+    if len(found) == 1:
+        return found[0]
+    return torch.cat([D for D, _ in found], dim=-1), torch.stack([spoilt for _, spoilt in found]).any(0)
 
 
 def _solve(
     parts_of_S: Tensor, diagonal: Tensor, B: Tensor, damping: float, iterations: int, parts: int
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """`feature_cg` for a block of outputs."""
     B = B.contiguous()
     groups, features, outputs = B.shape
@@ -251,7 +271,7 @@ def _solve(
     programs = (triton.cdiv(wide, columns), groups)
     parts_of_search = B.new_empty(groups, parts * padded, wide, dtype=torch.float16)
     search, residual, D = (B.new_empty(groups, features, wide) for _ in range(3))
-    squared, scale, unscale = (B.new_empty(groups, wide) for _ in range(3))
+    squared, scale, unscale, energy, smallest, largest = B.new_empty(6, groups, wide).unbind()
     launch = launches("feature_cg", [B], iterations, parts)
     launch(
         _begin, programs,
@@ -262,7 +282,8 @@ def _solve(
         launch(
             _advance_whole if whole else _advance, programs,
             search, split_fp16.product(parts_of_S, parts_of_search), residual, D, diagonal, parts_of_search, unscale,
-            scale, squared, damping, features, padded, wide,
+            scale, squared, energy, smallest, largest, damping, epsilon(parts), features, padded, wide,
             FIRST=step == 0, LAST=step == iterations - 1, **shape,
         )  # fmt: skip
-    return D[..., :outputs]
+    spoilt = largest * (SPOILT * epsilon(parts)) > smallest
+    return D[..., :outputs], spoilt[:, :outputs].any(-1)

@@ -1,7 +1,7 @@
 """Sample-space conjugate gradients on a GPU: a product on tensor cores and one kernel a step.
 
-The iterates are those of `proxprop.solvers.cg.sample_cg`, the plain twin, by three-term recurrences: since `λπ + Kπ` is
-the difference of two residuals over a step length, π and Kπ need not be kept,
+The iterates are those of `proxprop.solvers.conjugate_gradients`, the plain twin, by three-term recurrences: `λπ + Kπ`
+is the difference of two residuals over a step length, so π and Kπ need not be kept,
 
     image = λρ + Kρ + (β/α₋)(ρ₋ − ρ)      ⟨p, (λI + AᵀA)p⟩ = ⟨Kρ, image⟩      ρ₊ = ρ − α·image
 
@@ -23,6 +23,7 @@ from proxprop.device import round_up
 from proxprop.kernels import split_fp16
 from proxprop.kernels.launch import launches, on_its_device
 from proxprop.kernels.split_fp16 import power, store_parts, unscaled
+from proxprop.kernels.stopping import epsilon, floor_of, hidden, smaller, step_length, still_going
 
 
 @triton.jit
@@ -67,8 +68,8 @@ def _begin(
 
 @triton.jit(do_not_specialize=["step"])
 def _advance(
-    RHO, K_RHO, DIAGONAL, PARTS_OF_RHO, UNSCALE, SCALE, SQUARED, LENGTH, RATIO,
-    step, array, line, damping, samples, padded, outputs,
+    RHO, K_RHO, DIAGONAL, PARTS_OF_RHO, UNSCALE, SCALE, SQUARED, LENGTH, RATIO, ENERGY, SMALLEST, LOST,
+    step, array, line, damping, epsilon, samples, padded, outputs,
     FIRST: tl.constexpr, LAST: tl.constexpr, PARTS: tl.constexpr, SAMPLES: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(1).to(tl.int64)
@@ -90,26 +91,29 @@ def _advance(
     diagonal = tl.load(DIAGONAL + group * samples + sample, mask=sample < samples, other=0.0)
     side = power(tl.sqrt(diagonal))
     unscale = tl.load(UNSCALE + step * line + at_output, mask=there, other=0.0)
-    K_rho = K_rho * unscale[:, None] * side[None, :]
+    unit = power(tl.maximum(tl.max(diagonal, axis=0), damping))  # in which squares can't overflow
+    K_rho = K_rho * unscale[:, None] * (side / unit)[None, :]
+    diagonal, damping = diagonal / unit, damping / unit
     squared = tl.sum(rho * K_rho, axis=1)
     image = damping * rho + K_rho
-    ratio = tl.zeros((OUTPUTS,), tl.float32)
+    ratio, noise = tl.zeros((OUTPUTS,), tl.float32), tl.zeros((OUTPUTS,), tl.float32)
     if not FIRST:
-        squared = tl.where(
-            squared <= tl.sum(diagonal[None, :] * rho * rho, axis=1) * 1.1920929e-07, 0.0, squared
-        )
+        noise = tl.sum(diagonal[None, :] * rho * rho, axis=1) * epsilon
+        energy = tl.load(ENERGY + at_output, mask=there, other=0.0)
+        smallest = tl.load(SMALLEST + at_output, mask=there, other=1.0)
         before = tl.load(SQUARED + at_output, mask=there, other=0.0)
-        ratio = tl.where(before == 0, 0.0, squared / before)
         step_before = tl.load(LENGTH + (step - 1) * line + at_output, mask=there, other=1.0)
+        floor = floor_of(energy, smallest, epsilon)
+        squared = still_going(squared, tl.where(noise > floor, noise, floor), before, step_before)
+        ratio = tl.where(before == 0, 0.0, squared / before)
         image += tl.where(ratio == 0, 0.0, ratio / step_before)[:, None] * (previous - rho)
-    curvature = tl.sum(K_rho * image, axis=1)
-    length = tl.where(curvature == 0, 1.0 / damping, squared / curvature)
-    # What is possible, by comparisons that let NaN through: rounding must not turn a step around or overshoot.
-    length = tl.where(length > 1.0 / damping, 1.0 / damping, length)
-    length = tl.where(length < 0, 0.0, length)
+    length = step_length(squared, tl.sum(K_rho * image, axis=1), damping)
     if FIRST:
         shortest = 1.0 / (damping + tl.sum(diagonal, axis=0))
         length = tl.where(length < shortest, shortest, length)
+        energy, smallest = length * squared, length
+    else:
+        energy, smallest = energy + length * squared, smaller(smallest, length)
 
     if LAST:
         share = length
@@ -124,10 +128,13 @@ def _advance(
                 u += (share * unscale * 4096.0)[:, None] * (rho / side[None, :])
             else:
                 u += share[:, None] * tl.load(RHO + earlier * array + at, mask=inside, other=0.0)
-        u *= tl.load(SCALE + at_output, mask=there, other=1.0)[:, None]
+        u *= (tl.load(SCALE + at_output, mask=there, other=1.0) / unit)[:, None]
+        tl.store(LOST + at_output, hidden(noise, squared, energy, smallest, damping), mask=there)
         tl.store(K_RHO + at, u, mask=inside)  # which the sums have read
     else:
         tl.store(SQUARED + at_output, squared, mask=there)
+        tl.store(ENERGY + at_output, energy, mask=there)
+        tl.store(SMALLEST + at_output, smallest, mask=there)
         tl.store(LENGTH + step * line + at_output, length, mask=there)
         tl.store(RATIO + step * line + at_output, ratio, mask=there)
         if PARTS == 1:
@@ -139,8 +146,8 @@ def _advance(
 
 
 @on_its_device
-def sample_cg(K: Tensor, G: Tensor, damping: float, iterations: int, parts: int) -> Tensor:
-    """`proxprop.solvers.cg.sample_cg` for one step length an output, in the scale of G.
+def sample_cg(K: Tensor, G: Tensor, damping: float, iterations: int, parts: int) -> tuple[Tensor, Tensor]:
+    """`conjugate_gradients` in sample space, for one step length an output.
 
     Args:
         K: `[groups, samples, samples]`, contiguous float32.
@@ -150,9 +157,10 @@ def sample_cg(K: Tensor, G: Tensor, damping: float, iterations: int, parts: int)
         parts: 3 for products as accurate as float32's, 1 for products as accurate as TF32's.
 
     Returns:
-        U `[groups, samples, outputs]`, stored with outputs as rows.
+        U `[groups, samples, outputs]`, stored with outputs as rows, and for each group whether rounding of K may hide
+        too much of it.
     """
-    damping = float(damping)  # of which Triton makes one kernel, of whole numbers many
+    damping = float(damping)  # Triton specialises on integers; a float compiles once
     G = G.contiguous()
     groups, samples, outputs = G.shape
     padded = round_up(samples, tuning.FP16_INNER_UNIT)
@@ -165,8 +173,10 @@ def sample_cg(K: Tensor, G: Tensor, damping: float, iterations: int, parts: int)
         _solve(parts_of_K, diagonal, some, damping, iterations, parts)
         for some in G.split(triton.cdiv(outputs, blocks), dim=-1)
     ]
-    U = found[0] if len(found) == 1 else torch.cat(found, dim=1)
-    return U[..., :samples].mT
+    U, lost = (
+        found[0] if len(found) == 1 else (torch.cat(pieces, dim=1) for pieces in zip(*found, strict=True))
+    )
+    return U[..., :samples].mT, lost.any(-1)
 
 
 def _arrays(iterations: int, parts: int) -> tuple[int, int]:
@@ -176,8 +186,8 @@ def _arrays(iterations: int, parts: int) -> tuple[int, int]:
 
 def _solve(
     parts_of_K: Tensor, diagonal: Tensor, G: Tensor, damping: float, iterations: int, parts: int
-) -> Tensor:
-    """U with outputs as rows, padded, for a block of outputs."""
+) -> tuple[Tensor, Tensor]:
+    """U with outputs as rows, padded, for a block of outputs, and which of them are lost."""
     groups, samples, outputs = G.shape
     padded = parts_of_K.shape[1]
     length = triton.next_power_of_2(padded)
@@ -185,7 +195,8 @@ def _solve(
     parts_of_rho = G.new_empty(kept, groups, outputs, parts * padded, dtype=torch.float16)
     rho = G.new_empty(residuals, groups, outputs, padded)
     lengths, ratio, unscale = (G.new_empty(iterations, groups, outputs) for _ in range(3))
-    squared, scale = (G.new_empty(groups, outputs) for _ in range(2))
+    squared, scale, energy, smallest = G.new_empty(4, groups, outputs).unbind()
+    lost = torch.empty(groups, outputs, dtype=torch.bool, device=G.device)
     turned, rows = (
         max(1, tuning.SAMPLE_CG_TRANSPOSED_NUMBERS // length),
         max(1, tuning.SAMPLE_CG_NUMBERS // length),
@@ -200,9 +211,9 @@ def _solve(
         K_rho = split_fp16.product(parts_of_rho[step % kept], parts_of_K.mT)
         launch(
             _advance, (triton.cdiv(outputs, rows), groups),
-            rho, K_rho, diagonal, parts_of_rho, unscale, scale, squared, lengths, ratio,
-            step, rho[0].numel(), squared.numel(), damping, samples, padded, outputs,
+            rho, K_rho, diagonal, parts_of_rho, unscale, scale, squared, lengths, ratio, energy, smallest, lost,
+            step, rho[0].numel(), squared.numel(), damping, epsilon(parts), samples, padded, outputs,
             FIRST=step == 0, LAST=step == iterations - 1,
             PARTS=parts, SAMPLES=length, OUTPUTS=rows, num_warps=4,
         )  # fmt: skip
-    return K_rho  # U has taken its place
+    return K_rho, lost  # U has taken its place

@@ -19,6 +19,15 @@ HIDDEN = {"mlp": "MLP", "mlp-bn": "MLP with BatchNorm"}  # Models whose hidden w
 OPTIMIZER_NAMES = {"sgd": "Nesterov SGD", "adam": "Adam", "adamw": "AdamW", "muon": "Muon"}
 
 
+def counted(count: float, noun: str) -> str:
+    """How many of something.
+
+    >>> counted(1, "run"), counted(2, "run"), counted(2.5, "epoch")
+    ('1 run', '2 runs', '2.5 epochs')
+    """
+    return f"{count:.12g} {noun}{'' if count == 1 else 's'}"
+
+
 @dataclass(frozen=True)
 class Number:
     """A mean over seeds and its spread, the sample standard deviation (NaN for a single seed)."""
@@ -81,10 +90,17 @@ class Arm:
 
 @dataclass(frozen=True)
 class Task:
-    """What was to be learned, and the arms that did."""
+    """What was to be learned, and the arms that did.
+
+    Args:
+        config: of one of its runs.
+        arms: by optimizer, solver and τ_θ; of each learning rate one record per seed.
+        repeated: how many further records repeat a seed of an arm; they count nowhere.
+    """
 
     config: Config
     arms: list[Arm]
+    repeated: int = 0
 
     @property
     def title(self) -> str:
@@ -92,7 +108,8 @@ class Task:
         full = self.config.settled()
         widths = "-".join(map(str, full.hidden or ())) if full.model in HIDDEN else ""
         model = f"{HIDDEN[full.model]} {widths}" if widths else full.model
-        return f"{full.data}, {model}, batch {full.batch_size}, {full.epochs} epochs"
+        momentum = f", momentum {full.momentum:g}" if full.momentum != Config.momentum else ""
+        return f"{full.data}, {model}, batch {full.batch_size}, {counted(full.epochs, 'epoch')}{momentum}"
 
     def optimizers(self) -> list[str]:
         """The optimizers that were used, in the order of the arms."""
@@ -117,9 +134,19 @@ def tasks(records: Sequence[Record]) -> list[Task]:
     for record in records:
         c = record.config.settled()
         hidden = c.hidden if c.model in HIDDEN else None
-        key = (c.data, c.model, hidden, c.batch_size, c.epochs, c.precision, c.device, c.validation)
+        key = (
+            c.data,
+            c.model,
+            hidden,
+            c.batch_size,
+            c.epochs,
+            c.precision,
+            c.device,
+            c.validation,
+            c.momentum,
+        )
         grouped.setdefault(key, []).append(record)
-    return [Task(found[0].config, _arms(found)) for found in grouped.values()]
+    return [_task(found) for found in grouped.values()]
 
 
 def usable_rates(task: Task, arm: Arm) -> list[float]:
@@ -160,6 +187,12 @@ def angles(records: Sequence[Record]) -> dict[str, list[float]]:
     return found
 
 
+def _task(records: Sequence[Record]) -> Task:
+    arms = _arms(records)
+    kept = sum(len(found) for arm in arms for found in arm.rates.values())
+    return Task(records[0].config, arms, len(records) - kept)
+
+
 def _arms(records: Sequence[Record]) -> list[Arm]:
     found: dict[tuple[str, str, float | None], dict[float, list[Record]]] = {}
     for record in records:
@@ -167,7 +200,17 @@ def _arms(records: Sequence[Record]) -> list[Arm]:
         tau = None if c.solver == "backprop" else c.tau_theta
         found.setdefault((c.optimizer, c.solver, tau), {}).setdefault(c.lr or 0.0, []).append(record)
     order = sorted(found, key=lambda key: (key[0] != "sgd", key[0], _solver_order(key[1]), key[2] or 0.0))
-    return [Arm(*key, rates=dict(sorted(found[key].items()))) for key in order]
+    return [Arm(*key, rates={rate: _once(found[key][rate]) for rate in sorted(found[key])}) for key in order]
+
+
+def _once(records: Sequence[Record]) -> list[Record]:
+    """One record per seed: of several the one that got furthest, else the first. A copy is no second sample."""
+    found: dict[int, Record] = {}
+    for record in records:
+        before = found.setdefault(record.config.seed, record)
+        if record.last["epoch"] > before.last["epoch"]:
+            found[record.config.seed] = record
+    return list(found.values())
 
 
 def _solver_order(solver: str) -> tuple[int, int]:

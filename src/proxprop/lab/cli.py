@@ -1,64 +1,83 @@
 """The command `proxprop`: one table of commands, and one place where refusals become messages and exit codes."""
 
+import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, NoReturn
 
-from proxprop.lab.refusal import Refused
+from proxprop.lab.refusal import Refused, install
+from proxprop_cli import INTERRUPTED, application
 
-MISTAKE, INTERRUPTED = 2, 130
-HELP = """Train with and without proximal steps, compare, and look at the result.
-
-\b
-Start here:
-    proxprop compare                       a report in about a minute, no download
-    proxprop doctor                        what this machine has, what is missing
-    proxprop train --data cifar10 --download --solver cg:3    a run on CIFAR-10
-    proxprop report runs --out out/report  look at your runs
-
-\b
-Exit codes: 0 done; 1 doctor misses something needed; 2 a mistake in the command;
-3 the run diverged; 130 stopped by Ctrl-C, after the current step.
-"""
+MISTAKE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave by its exit code."""
+    _forgive_ascii()
     try:
         app = build()
         app(args=list(arguments) if arguments is not None else None)
-    except Refused as refusal:
-        if os.environ.get("PROXPROP_TRACEBACK"):
+    except (Refused, OSError, MemoryError, RuntimeError) as error:
+        if os.environ.get("PROXPROP_TRACEBACK") or not (message := _message(error)):
             raise
-        print(f"error: {refusal}", file=sys.stderr)
-        sys.exit(MISTAKE)
-    except OSError as error:
-        if os.environ.get("PROXPROP_TRACEBACK"):
-            raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {message}", file=sys.stderr)
         sys.exit(MISTAKE)
     except KeyboardInterrupt:
-        print("Stopped.", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        _stopped()
+    except SystemExit as leaving:
+        if leaving.code == INTERRUPTED:  # one more Ctrl-C would only be a traceback on the way out
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise
 
 
 def build() -> Any:
     """The typer application."""
     try:
-        import typer
-    except ImportError:
-        raise Refused("the command line needs more packages: pip install 'proxprop[lab]'") from None
-    app = typer.Typer(
-        help=HELP,
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-    )
-    for name, command in commands().items():
-        app.command(name)(command)
-    return app
+        return application({name: _stoppable(command) for name, command in commands().items()})
+    except ImportError as error:
+        if error.name != "typer":
+            raise
+        raise Refused(f"the command line needs more packages: {install('lab')}") from None
+
+
+def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
+    """The same command, for which Ctrl-C means what it means everywhere here, whatever typer would make of it."""
+
+    @wraps(command)
+    def run(*arguments: Any, **options: Any) -> None:
+        try:
+            command(*arguments, **options)
+        except KeyboardInterrupt:
+            _stopped()
+
+    return run
+
+
+def _stopped() -> NoReturn:
+    print("Stopped.", file=sys.stderr)
+    sys.exit(INTERRUPTED)
+
+
+def _message(error: Exception) -> str | None:
+    """What to tell about an error; None for one that is our own mistake and should leave a traceback.
+
+    torch has no exception of its own for a failed allocation on the CPU.
+    """
+    if isinstance(error, (Refused, OSError)):
+        return str(error)
+    if isinstance(error, MemoryError) or "allocate" in str(error):
+        return f"there is not enough memory for this: {str(error).partition(chr(10))[0]}"
+    return None
+
+
+def _forgive_ascii() -> None:
+    """Let a terminal that knows no Greek letters show a question mark for each."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def commands() -> dict[str, Callable[..., None]]:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from proxprop.lab.rates import rate
 from proxprop.lab.refusal import Refused, nearest, one_of
 
 MODELS = ("mlp", "mlp-bn", "convnet", "convnet-2pool", "resnet18")
@@ -17,6 +18,19 @@ OPTIMIZERS = ("sgd", "adam", "adamw", "muon")
 PRECISIONS = ("fp32", "tf32", "bf16")
 PAPER_WIDTHS = (4000, 1000, 4000)
 DIGITS_WIDTHS = (256, 128, 256)
+
+# The least and the most a whole number may be. Beyond 2³¹ - 1 torch and OpenMP count no further; a seed has 64 bits.
+MOST = 2**31 - 1
+RANGES = {
+    "batch_size": (1, MOST),
+    "epochs": (1, MOST),
+    "threads": (1, 1024),
+    "measure_every": (1, MOST),
+    "seed": (0, 2**64 - 1),
+    "log_steps": (0, MOST),
+    "validation": (0, MOST),
+}
+WIDEST = 1_000_000
 
 # Settings that change where and how often a run writes, never what it computes.
 INCIDENTAL = ("data_dir", "checkpoint_seconds", "save_weights", "tensorboard")
@@ -84,15 +98,14 @@ class Config:
     def settled(self) -> "Config":
         """The same run with nothing left open.
 
-        `lr`: adam, adamw, muon 0.001; sgd 0.05 with backprop and 1.0 otherwise, the paper's values.
+        `lr`: by optimizer and solver, as in `lab.rates`.
         `hidden`: the paper's 4000-1000-4000, or 256-128-256 for digits.
         `batch_size`: the paper's 500, or 100 for digits.
         """
         digits = self.data == "digits"
-        explicit = 0.05 if self.solver == "backprop" else 1.0
         return replace(
             self,
-            lr=self.lr if self.lr is not None else (explicit if self.optimizer == "sgd" else 1e-3),
+            lr=self.lr if self.lr is not None else rate(self.optimizer, self.solver),
             hidden=self.hidden if self.hidden is not None else (DIGITS_WIDTHS if digits else PAPER_WIDTHS),
             batch_size=self.batch_size if self.batch_size is not None else (100 if digits else 500),
         )
@@ -198,25 +211,14 @@ def _check(config: Config) -> None:
     one_of("precision", config.precision, PRECISIONS)
     for name, value in (("lr", config.lr), ("tau_theta", config.tau_theta)):
         if value is not None and not (value > 0 and math.isfinite(value)):
-            raise Refused(f"{name} should be > 0 but is {value}")
+            raise Refused(f"{name} should be > 0 and finite but is {value}")
     if not 0 <= config.momentum < 1:
         raise Refused(f"momentum should be in [0, 1) but is {config.momentum}")
-    for name, whole in (
-        ("batch_size", config.batch_size),
-        ("epochs", config.epochs),
-        ("threads", config.threads),
-        ("measure_every", config.measure_every),
-    ):
-        if whole is not None and whole < 1:
-            raise Refused(f"{name} should be >= 1 but is {whole}")
-    for name, least in (
-        ("seed", config.seed),
-        ("log_steps", config.log_steps),
-        ("validation", config.validation),
-    ):
-        if least is not None and least < 0:
-            raise Refused(f"{name} should be >= 0 but is {least}")
-    if config.hidden is not None and any(width < 1 for width in config.hidden):
-        raise Refused(f"hidden should be widths >= 1 but is {list(config.hidden)}")
+    for name, (least, most) in RANGES.items():
+        whole = getattr(config, name)
+        if whole is not None and not least <= whole <= most:
+            raise Refused(f"{name} should be {least} to {most} but is {whole}")
+    if config.hidden is not None and not all(1 <= width <= WIDEST for width in config.hidden):
+        raise Refused(f"hidden should be widths of 1 to {WIDEST} but is {list(config.hidden)}")
     if not config.checkpoint_seconds >= 0:
         raise Refused(f"checkpoint_seconds should be >= 0 but is {config.checkpoint_seconds}")

@@ -1,11 +1,6 @@
 """The experiments: lists of runs, exactly as the paper has them, and one function that runs a list."""
 
-import multiprocessing
-import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import repeat
@@ -17,6 +12,7 @@ from proxprop.lab.devices import device
 from proxprop.lab.records import Record
 from proxprop.lab.train import train
 from proxprop.lab.watch import Quiet, Watch
+from proxprop.lab.workers import spread
 
 PAPER_EPOCHS = 50
 TABLE1_RATES = (50.0, 10.0, 5.0, 1.0, 0.5, 0.1, 0.05, 0.005, 0.0005)
@@ -182,27 +178,8 @@ def run_all(
     records: list[Record] = []
     if jobs == 1:
         return _collected((_run(config, folder, 1, watch) for config in configs), records, tell)
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        try:
-            with _interrupts_ignored():
-                results = pool.map(_run, configs, repeat(folder), repeat(jobs), repeat(Quiet()))
-            return _collected(results, records, tell)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)  # Waits for the runs under way, which stop after their step.
-            raise
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Workers started within inherit that Ctrl-C is ignored, except by a run under way (see `interruption`)."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with spread(_run, jobs, configs, repeat(folder), repeat(jobs), repeat(Quiet())) as results:
+        return _collected(results, records, tell)
 
 
 def _collected(

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from proxprop.lab.analysis import CLOSE, OPTIMIZER_NAMES, Arm, Task, reach, usable_rates
+from proxprop.lab.analysis import CLOSE, OPTIMIZER_NAMES, Arm, Task, counted, reach, usable_rates
 from proxprop.lab.methods import is_proximal
 from proxprop.lab.records import Record
 
@@ -19,7 +19,8 @@ def headline(task: Task) -> str | None:
         if not math.isfinite(target):
             parts.append(f"BackProp diverged at every learning rate with {name}")
             continue
-        before, clock = (reach(backprop.best, target, key) or math.nan for key in ("epoch", "seconds"))
+        before, clock = reach(backprop.best, target, "epoch"), reach(backprop.best, target, "seconds")
+        assert before is not None, "every seed of BackProp reaches the loss that its worst one ends at"
         reached = [
             (epochs, arm) for arm in others if (epochs := reach(arm.best, target, "epoch")) is not None
         ]
@@ -29,9 +30,9 @@ def headline(task: Task) -> str | None:
             continue
         soonest, arm = min(reached, key=lambda pair: pair[0])
         fewer.append(soonest < before)
-        seconds = reach(arm.best, target, "seconds") or math.nan
-        time = f" ({seconds / clock:.2g}× the time)" if math.isfinite(seconds / clock) else ""
-        parts.append(f"{arm.name} took {soonest:g} epochs instead of {before:g} with {name}{time}")
+        seconds = reach(arm.best, target, "seconds")
+        time = f" ({seconds / clock:.2g}× the time)" if seconds is not None and clock else ""
+        parts.append(f"{arm.name} took {counted(soonest, 'epoch')} instead of {before:g} with {name}{time}")
     return f"{_verdict(fewer)} To get to the loss BackProp ends at: {'; '.join(parts)}." if parts else None
 
 

@@ -12,14 +12,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 import proxprop
-from proxprop.deferred import Deferred
 from proxprop.lab import published
 from proxprop.lab.config import Config
 from proxprop.lab.refusal import Refused, one_of
 
 Prepare = Callable[[nn.Module], nn.Module]
 MakeOptimizers = Callable[[nn.Module], list[Optimizer]]
-Attach = Callable[[list[Optimizer], nn.Module], Deferred | None]
+Attach = Callable[[list[Optimizer], nn.Module], proxprop.Attached | None]
+
+MOST = {"cg": ("iterations", 1000), "published": ("iterations", 1000), "running": ("steps", 1_000_000)}
+"""What the K of a solver counts, and the most that is accepted: with more iterations, `exact` is better and faster."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def _running(argument: str, config: Config) -> Prepare:
 def _running_averages(config: Config) -> Attach:
     """S averaged over steps and inverted every so many, with damping 1/τ_θ relative to S's mean diagonal."""
     every = int(config.solver.partition(":")[2])
-    running = proxprop.Running(every=every, damping=1 / config.tau_theta)
+    running = proxprop.Running(update_every=1, invert_every=every, damping=1 / config.tau_theta)
     return lambda optimizers, model: proxprop.attach(optimizers, model, running=running)
 
 
@@ -114,10 +116,11 @@ def _convert(model: nn.Module, solver: proxprop.CG | proxprop.Exact, config: Con
 
 
 def _iterations(family: str, argument: str) -> int:
-    counted = "steps" if family == "running" else "iterations"
-    if not (argument.isascii() and argument.isdigit() and int(argument) >= 1):
+    """The K of cg:K, published:K or running:K."""
+    counted, most = MOST[family]
+    if not (argument.isascii() and argument.isdigit() and int(argument[:20]) in range(1, most + 1)):
         raise Refused(
-            f"solver {family} should be {family}:K with K >= 1 {counted}, like {family}:3, "
+            f"solver {family} should be {family}:K with K from 1 to {most} {counted}, like {family}:3, "
             f"but is '{family}:{argument}'"
         )
     return int(argument)

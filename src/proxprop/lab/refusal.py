@@ -21,6 +21,15 @@ class Interrupted(Exception):
         return f"stopped after step {self.step} in {self.folder}"
 
 
+def install(extra: str) -> str:
+    """The command that installs an extra of this package, which no index has: from its checkout.
+
+    >>> install("lab")
+    "pip install '.[lab]' in a checkout of proxprop"
+    """
+    return f"pip install '.[{extra}]' in a checkout of proxprop"
+
+
 def nearest(value: str, accepted: Iterable[str]) -> str | None:
     """The accepted word most like `value`, or None when none is like it.
 

@@ -45,6 +45,7 @@ def train(
     Raises:
         Refused: the settings, the data or the folder do not allow it.
         Interrupted: Ctrl-C; a checkpoint was written after the current step.
+        KeyboardInterrupt: Ctrl-C, twice or in a step that takes long; the last checkpoint is the one before.
     """
     chosen, device, folder = method(config), devices.device(config.device), Path(out)
     config = replace(config.settled(), device=str(device))
@@ -137,11 +138,12 @@ def _train(
                     _logged(run, place, loss)
                 for watcher in watchers:
                     watcher.step(place.total, loss)
-                if flag.raised or devices.now() - saved >= config.checkpoint_seconds:
+                stopping = flag.look()
+                if stopping or devices.now() - saved >= config.checkpoint_seconds:
                     place.seconds += devices.wait(device) - clock
                     _saved(run, place, trained, device)
                     saved = clock = devices.wait(device)
-                if flag.raised:
+                if stopping:
                     raise Interrupted(run.folder, place.total)
             place.seconds += devices.wait(device) - clock
             place.epoch, place.step, place.order = place.epoch + 1, 0, generator.get_state()

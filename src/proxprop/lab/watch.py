@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from proxprop.lab.config import Config
-from proxprop.lab.refusal import Refused
+from proxprop.lab.refusal import Refused, install
 
 Row = dict[str, Any]
 
@@ -120,7 +120,7 @@ class TensorBoard(Quiet):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise Refused("--tensorboard needs TensorBoard: pip install 'proxprop[tensorboard]'") from error
+            raise Refused(f"--tensorboard needs TensorBoard: {install('tensorboard')}") from error
         self._writer = SummaryWriter(str(folder / "tensorboard"))
 
     def epoch(self, row: Row) -> None:

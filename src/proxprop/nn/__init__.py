@@ -3,16 +3,22 @@
     torch class -> proxprop class -> transfer
 
 Three sets of classes can be converted: those converted by default, which are matrix products as in the paper;
-those converted when asked for; and any other class whose output is linear in its parameters.
+those converted when asked for; and any other class whose output is linear in its parameters. A subclass that
+changes nothing about a call, such as one with an `__init__` of its own, is treated as its base.
 """
 
+import functools
+from collections.abc import Callable
+
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from proxprop.nn.attention import MultiheadAttention
 from proxprop.nn.conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from proxprop.nn.embedding import Embedding, EmbeddingBag
 from proxprop.nn.generic import AnyLinearInParameters
-from proxprop.nn.layer import ProximalLayer
+from proxprop.nn.layer import COMPUTED, ProximalLayer
 from proxprop.nn.linear import Bilinear, Linear, RegisteredLinear
 from proxprop.nn.norm import (
     BatchNorm1d,
@@ -26,31 +32,89 @@ from proxprop.nn.norm import (
     RMSNorm,
 )
 
-BY_DEFAULT: list[type[ProximalLayer]] = [
+BY_DEFAULT: tuple[type[ProximalLayer], ...] = (
     Linear, Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, MultiheadAttention,
-]  # fmt: skip
+)  # fmt: skip
 """Linear and convolutional layers, as in the paper. Their Gram matrix couples many features."""
 
-WHEN_ASKED: list[type[ProximalLayer]] = [
+WHEN_ASKED: tuple[type[ProximalLayer], ...] = (
     Bilinear, Embedding, EmbeddingBag, LayerNorm, RMSNorm, GroupNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d,
     InstanceNorm1d, InstanceNorm2d, InstanceNorm3d,
-]  # fmt: skip
+)  # fmt: skip
 """Beyond the paper. For most, S is diagonal or two by two, so a proximal step rescales more than it turns."""
+
+QUANTIZED = ("torch.ao.", "torchao.")
+"""Where torch's quantisation-aware classes are, which round their weights."""
 
 TABLE: dict[type[nn.Module], type[ProximalLayer]] = {
     layer.plain: layer for layer in (*BY_DEFAULT, *WHEN_ASKED)
 }
 """The one table: torch class -> proxprop class."""
 
+BY_NAME: dict[str, Callable[[type[nn.Module]], type[ProximalLayer]]] = {
+    "transformers.pytorch_utils.Conv1D": functools.partial(RegisteredLinear.mixed, transposed=True),
+}
+"""Its rows for linear layers of other libraries: a class's full name, because nothing is imported for them."""
 
-def default_kinds() -> tuple[type[nn.Module], ...]:
-    """The classes that `convert` takes unless told otherwise."""
-    return tuple(layer.plain for layer in BY_DEFAULT)
+IN_A_CALL = {
+    "forward",
+    "__call__",
+    "__new__",
+    "__getattr__",
+    "__getattribute__",
+    *COMPUTED,
+    "bias",
+    "in_proj_bias",
+}
+"""What decides how a layer is called and what it computes; torch's own private methods do too."""
+
+
+def _row(kind: type[nn.Module]) -> type[ProximalLayer] | None:
+    """The proximal class of exactly this class."""
+    make = BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
+    return TABLE.get(kind) or (make(kind) if make else None)
+
+
+def known_base(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The nearest class of the table that `kind` is or inherits from, whatever it overrides; None if there is none."""
+    if kind is NonDynamicallyQuantizableLinear:
+        return None  # a MultiheadAttention's, which reads its weight and never calls it
+    return next((base for base in kind.__mro__ if _row(base) is not None), None)
+
+
+def stands_for(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The class of the table that `kind` computes the same as: itself, or one it changes no call of; else None."""
+    base = known_base(kind)
+    if base is None or base is kind:
+        return base
+    if issubclass(kind, LazyModuleMixin | ProximalLayer) or kind.__module__.startswith(QUANTIZED):
+        return None
+    own = {name for between in kind.__mro__[: kind.__mro__.index(base)] for name in vars(between)}
+    private = {name for name in dir(base) if name.startswith("_") and not name.startswith("__")}
+    return base if own.isdisjoint(IN_A_CALL | private) else None
+
+
+def known(kind: type[nn.Module]) -> type[ProximalLayer] | None:
+    """The proximal class of a class that the table has, or that stands for one it has; None for another."""
+    base = stands_for(kind)
+    found = _row(base) if base is not None else None
+    return found if found is None or base is kind else found.derived(kind)
+
+
+def is_default(layer: type[ProximalLayer] | None) -> bool:
+    """Whether `convert` makes layers of this class unless told otherwise."""
+    return layer is not None and issubclass(layer, (*BY_DEFAULT, RegisteredLinear))
+
+
+def is_product(kind: type[nn.Module]) -> bool:
+    """Whether a class is, or inherits from, one that is converted by default: a matrix product, as in the paper."""
+    base = known_base(kind)
+    return base is not None and is_default(_row(base))
 
 
 def proximal_class(plain: type[nn.Module]) -> type[ProximalLayer]:
-    """The proximal class that stands for `plain`: the table's, or one solved matrix-free through autograd."""
-    return TABLE.get(plain) or AnyLinearInParameters.mixed(plain)
+    """The proximal class that stands for `plain`: a known one, or one solved matrix-free through autograd."""
+    return known(plain) or AnyLinearInParameters.mixed(plain)
 
 
 def register(kind: type[nn.Module], *, transposed: bool = False) -> None:
@@ -58,6 +122,7 @@ def register(kind: type[nn.Module], *, transposed: bool = False) -> None:
 
     The class must have a `weight` and a `bias` (which may be None) and compute `x Wᵀ + b`; that it does is
     checked on the first training call. It is then solved in whichever space is cheapest, like `nn.Linear`.
+    `unregister` undoes it. Hugging Face's `Conv1D` is known without it.
 
     Args:
         kind: the class.
@@ -75,14 +140,29 @@ def register(kind: type[nn.Module], *, transposed: bool = False) -> None:
         >>> import proxprop
         >>> proxprop.convert(nn.Sequential(Dense(), nn.Linear(1, 1)))[0]
         ProximalDense(solver=CG(iterations=3, per_output=True), tau_theta=1)
+        >>> unregister(Dense)
     """
-    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        raise TypeError(f"register should be given a module class but was given {kind!r}")
+    _check_class(kind, "register")
     if kind in TABLE and not issubclass(TABLE[kind], RegisteredLinear):
         raise ValueError(f"{kind.__name__} is built in and can't be registered")
-    layer = RegisteredLinear.mixed(kind, transposed=transposed)
-    BY_DEFAULT[:] = [other for other in BY_DEFAULT if other.plain is not kind] + [layer]
-    TABLE[kind] = layer
+    TABLE[kind] = RegisteredLinear.mixed(kind, transposed=transposed)
+
+
+def unregister(kind: type[nn.Module]) -> None:
+    """Undo `register`: `convert` leaves layers of this class alone again. Those that are converted stay so.
+
+    Raises:
+        ValueError: the class was not registered.
+    """
+    _check_class(kind, "unregister")
+    if kind not in TABLE or not issubclass(TABLE[kind], RegisteredLinear):
+        raise ValueError(f"{kind.__name__} was not registered")
+    del TABLE[kind]
+
+
+def _check_class(kind: object, caller: str) -> None:
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise TypeError(f"{caller} should be given a module class but was given {kind!r}")
 
 
 __all__ = [
@@ -108,4 +188,5 @@ __all__ = [
     "ProximalLayer",
     "RMSNorm",
     "register",
+    "unregister",
 ]

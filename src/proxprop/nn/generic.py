@@ -65,8 +65,10 @@ def _plain_copy(layer: "AnyLinearInParameters") -> nn.Module:
 
 
 def _tells(output: Tensor) -> bool:
-    """Whether an output can show that a map is not linear."""
-    return not output.is_meta and output.numel() > 0 and bool(output.isfinite().all())
+    """Whether an output can show that a map is not linear; a complex one is refused for what it is."""
+    if output.is_meta or output.is_complex() or output.numel() == 0:
+        return False
+    return bool(output.isfinite().all())
 
 
 def _own_memory(output: Tensor, others: Sequence[Any]) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from proxprop.backward import Observer, Task, attach_direction, refuse_transforms
 from proxprop.distributed import check_layer, several_ranks
 from proxprop.failures import FailureWarner
-from proxprop.settings import Scaling, Settings
+from proxprop.settings import Scaling, Settings, Space
 from proxprop.side_streams import SideSolve, pays, side_streams
 from proxprop.solvers import CG, SPACES, Plan, Solver
 from proxprop.solvers.plan import possible_spaces
@@ -76,7 +76,7 @@ def _setting(name: str) -> Any:
         layer.check(settings)
         layer._settings = settings
 
-    return property(read, write, doc=f"`{name}` of `proxprop.Settings`; what is written to it is checked.")
+    return property(read, write, doc=f"`{name}` of `proxprop.convert`; what is written to it is checked.")
 
 
 _OWN = (
@@ -92,7 +92,7 @@ class ProximalLayer(nn.Module):
 
     Args:
         *args, **kwargs: as for the plain class.
-        solver, tau_theta, scaling, space: see `proxprop.Settings`.
+        solver, tau_theta, scaling, space: see `proxprop.convert`.
     """
 
     plain: ClassVar[type[nn.Module]]
@@ -118,7 +118,7 @@ class ProximalLayer(nn.Module):
         solver: Solver = CG(),
         tau_theta: float = 1.0,
         scaling: Scaling = "paper",
-        space: str | None = None,
+        space: Space | None = None,
         **kwargs: Any,
     ) -> None:
         settings = Settings(solver, tau_theta, scaling, space)
@@ -141,6 +141,11 @@ class ProximalLayer(nn.Module):
     def refusal(cls, module: Any) -> str:
         """Why this module of the plain class can't be converted; empty if it can."""
         return ""
+
+    @classmethod
+    def derived(cls, plain: type[nn.Module]) -> type["MixedLayer"]:
+        """The class for a subclass of the plain class, whose other attributes it keeps."""
+        return _mix(cls, plain, {})
 
     def _adopt(self, settings: Settings, name: str) -> None:
         """Take on settings; `name` is how messages call this layer."""
@@ -182,7 +187,7 @@ class ProximalLayer(nn.Module):
 
     def _note_failure(self, failed: Tensor | None) -> None:
         """Warn once if a solve of this layer failed."""
-        self._failures.note(self._layer_name, failed)
+        self._failures.note(self._layer_name, failed, self._settings.solver.failure)
 
     def _abandon(self) -> None:
         """Become the plain class again, without what `_adopt` set."""
@@ -203,7 +208,9 @@ class ProximalLayer(nn.Module):
         trains = torch.is_grad_enabled() and (_some_train(own) or _some_train(self.parameters()))
         if trains and several_ranks() and not torch.compiler.is_compiling():
             check_layer(self, self._layer_name, self._attached is not None)
-        return trains and (self._attached is None or self._attached.observed())
+        if self._attached is None or self._planned is not None:  # a plan needs no S
+            return trains
+        return trains and self._attached.observed()
 
     def _attach(
         self,
@@ -238,8 +245,11 @@ class ProximalLayer(nn.Module):
         if not _some_train(parameters):
             return output
         _check_dense(self._layer_name, inputs)
-        if any(p is not None and p.is_complex() for p in parameters):
+        if output.is_complex() or any(tensor.is_complex() for tensor in inputs):
             check_real(self, self._layer_name)
+            raise TypeError(
+                f"{self._layer_name}: input and output should be real but are complex; {LEAVE_OUT}"
+            )
         side = self._side_solve(output, parameters)
         counts = len(inputs), len(parameters)
         name, failures = self._layer_name, self._failures
@@ -272,19 +282,20 @@ class ProximalLayer(nn.Module):
 
 
 class MixedLayer(ProximalLayer):
-    """Base of mix-ins for classes that are not known ahead; `mixed` makes the class for one of them."""
+    """Base of layers for classes that are not known ahead; `mixed` and `derived` make the class for one of them."""
 
-    mixin: ClassVar[type["MixedLayer"]]
+    mixin: ClassVar[type[ProximalLayer]]
     options: ClassVar[dict[str, Any]]
 
     @classmethod
     def mixed(cls, plain: type[nn.Module], **options: Any) -> type["MixedLayer"]:
         """The class that mixes `cls` into `plain`, with class attributes `options`; the same one every time."""
-        key = (cls, plain, *options.items())
-        if key not in _mixed:
-            attributes = {"plain": plain, "mixin": cls, "options": options, **options}
-            _mixed[key] = type(f"Proximal{plain.__name__}", (cls, plain), attributes)
-        return _mixed[key]
+        return _mix(cls, plain, options)
+
+    @classmethod
+    def derived(cls, plain: type[nn.Module]) -> type["MixedLayer"]:
+        """The class for a subclass of what this one was mixed into."""
+        return _mix(cls.mixin, plain, cls.options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle by what it was mixed from: the mixed class itself has no importable name."""
@@ -295,8 +306,17 @@ class MixedLayer(ProximalLayer):
 _mixed: dict[tuple[Any, ...], type[MixedLayer]] = {}
 
 
-def _remake(mixin: type[MixedLayer], plain: type[nn.Module], options: dict[str, Any]) -> nn.Module:
-    kind = mixin.mixed(plain, **options)
+def _mix(mixin: type[ProximalLayer], plain: type[nn.Module], options: dict[str, Any]) -> type[MixedLayer]:
+    key = (mixin, plain, *options.items())
+    if key not in _mixed:
+        bases = (mixin, plain) if issubclass(mixin, MixedLayer) else (mixin, MixedLayer, plain)
+        attributes = {"plain": plain, "mixin": mixin, "options": options, **options}
+        _mixed[key] = type(f"Proximal{plain.__name__}", bases, attributes)
+    return _mixed[key]
+
+
+def _remake(mixin: type[ProximalLayer], plain: type[nn.Module], options: dict[str, Any]) -> nn.Module:
+    kind = _mix(mixin, plain, options)
     return kind.__new__(kind)
 
 
@@ -324,12 +344,15 @@ def parameter_views(*parameters: Tensor | None) -> list[Tensor | None]:
 
 def check_real(layer: nn.Module, name: str) -> None:
     """Raise TypeError if the layer has complex parameters."""
-    for key, parameter in layer.named_parameters(recurse=False):
+    for key, parameter in layer.named_parameters():
         if parameter.is_complex():
             raise TypeError(
                 f"{name}: {key} should be real (float16, bfloat16, float32 or float64) but is "
-                f"{str(parameter.dtype).removeprefix('torch.')}; leave the layer out with exclude=[...]"
+                f"{str(parameter.dtype).removeprefix('torch.')}; {LEAVE_OUT}"
             )
+
+
+LEAVE_OUT = "leave the layer out with exclude=[...]"
 
 
 def _check_dense(name: str, inputs: Sequence[Tensor]) -> None:

@@ -15,7 +15,7 @@ class Linear(ProximalLayer, nn.Linear):
 
     Args:
         in_features, out_features, bias, device, dtype: as for `torch.nn.Linear`.
-        solver, tau_theta, scaling, space: see `proxprop.Settings`.
+        solver, tau_theta, scaling, space: see `proxprop.convert`.
 
     Example:
         >>> from proxprop import Exact

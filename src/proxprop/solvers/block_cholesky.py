@@ -5,77 +5,67 @@
     Rₖⱼ = Lₖ⁻¹Mₖⱼ      Mᵢⱼ ← Mᵢⱼ − RₖᵢᵀRₖⱼ      (i, j > k)
 
 and the solution takes two sweeps, down and up. Products are as accurate as float32's whatever is allowed: those that
-are subtracted from M must not make it indefinite. `proxprop.solvers.exact.by_factor`, LAPACK's way, is the plain twin.
+are subtracted from M must not make it indefinite. `cholesky.LapackFactorization` is the plain twin.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from proxprop import device, tuning
-from proxprop.device import has_fast_bfloat16, round_up
-from proxprop.solvers.cholesky import inverse_factor, upper_bound
+from proxprop import tuning
+from proxprop.device import round_up
+from proxprop.solvers.cholesky import Factorization, factorize_whole, upper_bound
 from proxprop.solvers.matmul import transposed_product
-from proxprop.solvers.solver import Ready, Solution
 
 _product = partial(transposed_product, precise=True)
 
 
-def goes_by_blocks(M: Tensor) -> bool:
-    """Whether a GPU solves systems with M, too large to be eliminated, in this way.
+class BlockFactorization(Factorization):
+    """Blocks of R for M `[1, size, size]`: the inverse diagonal ones, and what stands beside each."""
 
-    Not in an eager step: it takes a GPU two thirds of the time of LAPACK's way, but a host two to four times as long.
-    """
-    return len(M) == 1 and has_fast_bfloat16(M) and device.is_captured(M)
+    def __init__(self, M: Tensor, damping: float) -> None:
+        self.size = M.shape[-1]
+        count = -(-self.size // tuning.CHOLESKY_BLOCK)
+        rows = round_up(self.size, count * tuning.CHOLESKY_UNIT) // count
+        self.bound = upper_bound(M, damping)
+        left = M.new_zeros(count * rows, count * rows)
+        left[: self.size, : self.size] = M[0]
+        left.diagonal().add_(damping)
+        left.diagonal()[self.size :] = 1.0
+        self.corners: list[Tensor] = []
+        self.beside: list[Tensor] = []
+        failures = []
+        for start in range(0, count * rows, rows):
+            end = start + rows
+            corner = factorize_whole(left[None, start:end, start:end].clone(), 0.0)
+            self.corners.append(corner.inverse_factor()[0])
+            failures.append(corner.failed)
+            if end < len(left):
+                self.beside.append(_product(self.corners[-1].mT, left[start:end, end:]))
+                left[end:, end:] -= _product(self.beside[-1])
+        self.failed = torch.stack(failures).any(0)
 
+    def solve(self, B: Tensor) -> Tensor:
+        """Two sweeps over the blocks."""
+        outputs = B.shape[-1]
+        right = B.new_zeros(len(self.corners) * len(self.corners[0]), round_up(outputs, tuning.CHOLESKY_UNIT))
+        right[: self.size, :outputs] = B[0]
+        self._sweep(right)
+        return torch.where(self.failed, B / self.bound, right[None, : self.size, :outputs])
 
-def by_blocks(M: Tensor, damping: float, outputs: int) -> Ready:
-    """Return `B -> (λI + M)⁻¹B` for positive semidefinite M `[1, size, size]`; where that fails, `B / (λ + trace M)`.
+    def inverse(self) -> Tensor:
+        """The solution for the identity."""
+        return self.solve(torch.eye(self.size, dtype=self.bound.dtype, device=self.bound.device)[None])
 
-    Args:
-        M: K or S.
-        damping: λ.
-        outputs: columns of B.
-    """
-    size = M.shape[-1]
-    count = -(-size // tuning.CHOLESKY_BLOCK)
-    rows = round_up(size, count * tuning.CHOLESKY_UNIT) // count
-    bound = upper_bound(M, damping)
-    left = M.new_zeros(count * rows, count * rows)
-    left[:size, :size] = M[0]
-    left.diagonal().add_(damping)
-    left.diagonal()[size:] = 1.0
-    corners, beside, failures = [], [], []
-    for start in range(0, count * rows, rows):
-        end = start + rows
-        corner, failed = inverse_factor(left[None, start:end, start:end], 0.0)
-        corners.append(corner[0])
-        failures.append(failed)
-        if end < len(left):
-            beside.append(_product(corner[0].mT, left[start:end, end:]))
-            left[end:, end:] -= _product(beside[-1])
-    broken = torch.stack(failures).any(0)
-
-    def solve(B: Tensor) -> Solution:
-        right = B.new_zeros(count * rows, round_up(outputs, tuning.CHOLESKY_UNIT))
-        right[:size, :outputs] = B[0]
-        found = _sweeps(corners, beside, right)[None, :size, :outputs]
-        return Solution(torch.where(broken, B / bound, found), broken & bound.isfinite())
-
-    return solve
-
-
-def _sweeps(corners: Sequence[Tensor], beside: Sequence[Tensor], right: Tensor) -> Tensor:
-    """`(RᵀR)⁻¹·right`, in its place, given `L⁻¹` of diagonal blocks and what of R is beside them."""
-    blocks = right.split(len(corners[0]))
-    for k, corner in enumerate(corners):
-        blocks[k].copy_(_product(corner.mT, blocks[k]))
-        if k < len(beside):
-            right[(k + 1) * len(corner) :] -= _product(beside[k], blocks[k])
-    for k in reversed(range(len(corners))):
-        if k < len(beside):
-            blocks[k].sub_(_product(beside[k].mT, right[(k + 1) * len(corners[k]) :]))
-        blocks[k].copy_(_product(corners[k], blocks[k]))
-    return right
+    def _sweep(self, right: Tensor) -> None:
+        """Put `(RᵀR)⁻¹·right` in its place."""
+        blocks = right.split(len(self.corners[0]))
+        for k, corner in enumerate(self.corners):
+            blocks[k].copy_(_product(corner.mT, blocks[k]))
+            if k < len(self.beside):
+                right[(k + 1) * len(corner) :] -= _product(self.beside[k], blocks[k])
+        for k in reversed(range(len(self.corners))):
+            if k < len(self.beside):
+                blocks[k].sub_(_product(self.beside[k].mT, right[(k + 1) * len(self.corners[k]) :]))
+            blocks[k].copy_(_product(self.corners[k], blocks[k]))

@@ -1,31 +1,80 @@
-"""Factors of `λI + M`, and what becomes of those that fail."""
+"""Cholesky factorisations of `λI + M`: one class for each backend, one rule for failure, one place that chooses.
 
-from dataclasses import dataclass
+A factorisation has failed where a pivot is no larger than what rounding leaves of its diagonal entry: what follows
+would be noise. The factor is then replaced by `√(λ + trace M)·I`, which makes the solution `B / (λ + trace M)`, the
+gradient at a step that cannot overshoot. It is linear in B and chosen without synchronisation. Where M is not finite,
+neither is the solution.
+"""
+
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
 from proxprop import device, tuning
+from proxprop.solvers.matmul import transposed_product
+from proxprop.solvers.solver import PreparedSolve, ProductSolve, Solution
+
+LEAST_PIVOT = 4
+"""Multiple of `ε√size` that a pivot has to be of its diagonal entry."""
 
 
-def eliminates(M: Tensor) -> bool:
-    """Whether a GPU kernel of our own factorises `λI + M`."""
-    return M.shape[-1] <= tuning.TRITON_CHOLESKY_MOST_ROWS and device.use_triton(M)
-
-
-@dataclass(frozen=True)
-class Factor:
+class Factorization(ABC):
     """A factorised `λI + M`.
 
     Attributes:
-        L: lower Cholesky factor `[groups, size, size]`; the identity where `info` is not zero.
-        info: LAPACK's, `[groups]`; not zero where `λI + M` was not positive definite in this precision.
-        bound: `upper_bound`, `[groups]`.
+        failed: for each group whether the factorisation failed, `[groups]`; it stays on the device.
     """
 
-    L: Tensor
-    info: Tensor
-    bound: Tensor
+    failed: Tensor
+
+    @abstractmethod
+    def solve(self, B: Tensor) -> Tensor:
+        """`(λI + M)⁻¹B [groups, size, outputs]`, or `B / (λ + trace M)` where the factorisation failed."""
+
+    @abstractmethod
+    def inverse(self) -> Tensor:
+        """`(λI + M)⁻¹ [groups, size, size]`."""
+
+    def prepared(self, outputs: int) -> PreparedSolve:
+        """What solves for so many outputs in the fastest way."""
+        return lambda B: Solution(self.solve(B), self.failed)
+
+
+class TriangularFactorization(Factorization):
+    """A factorisation `LLᵀ` that can give L⁻¹."""
+
+    @abstractmethod
+    def inverse_factor(self) -> Tensor:
+        """`L⁻¹ [groups, size, size]`. Two products with it are as accurate as two triangular solves."""
+
+
+def factorize(M: Tensor, damping: float) -> Factorization:
+    """Factorise `λI + M` for positive semidefinite M `[groups, size, size]`, which may be overwritten."""
+    if backend(M) == "blocks":
+        from proxprop.solvers.block_cholesky import BlockFactorization
+
+        return BlockFactorization(M, damping)
+    return factorize_whole(M, damping)
+
+
+def factorize_whole(M: Tensor, damping: float) -> TriangularFactorization:
+    """`factorize`, but never by blocks."""
+    return TritonFactorization(M, damping) if backend(M) == "triton" else LapackFactorization(M, damping)
+
+
+def backend(M: Tensor) -> str:
+    """What factorises `λI + M`.
+
+    "triton" for small systems on a GPU, where LAPACK's way waits from column to column; "blocks" for large ones in a
+    step that is captured in a CUDA graph, which take a GPU less time than LAPACK but a host two to four times as much;
+    else "lapack" (cuSOLVER on a GPU).
+    """
+    if device.use_triton(M) and M.shape[-1] <= tuning.TRITON_CHOLESKY_MOST_ROWS:
+        return "triton"
+    if len(M) == 1 and device.has_fast_bfloat16(M) and device.is_captured(M):
+        return "blocks"
+    return "lapack"
 
 
 def upper_bound(M: Tensor, damping: float) -> Tensor:
@@ -34,53 +83,86 @@ def upper_bound(M: Tensor, damping: float) -> Tensor:
     return bound.masked_fill_(bound == torch.inf, torch.nan)  # because `B / inf` would hide it
 
 
-def factorize(M: Tensor, damping: float) -> Factor:
-    """Factorise `λI + M` for positive semidefinite M `[groups, size, size]`, which is overwritten."""
-    bound = upper_bound(M, damping)
-    M.diagonal(dim1=-2, dim2=-1).add_(damping)
-    L, info = torch.linalg.cholesky_ex(M)
-    identity = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
-    L = torch.where(info.view(-1, 1, 1).logical_not(), L, identity)  # its inverse must not meet a zero pivot
-    return Factor(L, info, bound)
+def least_share(M: Tensor) -> float:
+    """The smallest part of its diagonal entry that a pivot may be."""
+    return float(LEAST_PIVOT * torch.finfo(M.dtype).eps * M.shape[-1] ** 0.5)
 
 
-def inverse_factor(K: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """`L⁻¹` with `LLᵀ = λI + K`, and for each group whether that failed; K is overwritten.
+class LapackFactorization(TriangularFactorization):
+    """By torch.linalg: the lower factor `L [groups, size, size]`."""
 
-    Two products with `L⁻¹` are as accurate as two triangular solves; one with `(LLᵀ)⁻¹` is not always.
+    def __init__(self, M: Tensor, damping: float) -> None:
+        bound = upper_bound(M, damping)
+        diagonal = M.diagonal(dim1=-2, dim2=-1).add_(damping)
+        least = diagonal * least_share(M)
+        L, info = torch.linalg.cholesky_ex(M)
+        sound = (L.diagonal(dim1=-2, dim2=-1).square() > least).all(-1) & (info == 0)
+        identity = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
+        self.L = torch.where(sound.view(-1, 1, 1), L, identity * bound.sqrt().view(-1, 1, 1))
+        self.failed = sound.logical_not()
 
-    Returns:
-        `L⁻¹ [groups, samples, samples]`, the identity over `√(λ + trace K)` where it failed, NaN where K is not finite.
-    """
-    size = K.shape[-1]
-    if eliminates(K):
+    def solve(self, B: Tensor) -> Tensor:
+        """Two triangular solves.
+
+        Those of cuBLAS are rounded to TF32 where products may be, which a solve magnifies; those of cuSOLVER are not,
+        but can't be captured in a CUDA graph.
+        """
+        eager = not (torch.compiler.is_compiling() or device.is_captured(self.L))
+        if self.L.is_cuda and len(self.L) == 1 and eager:
+            return torch.cholesky_solve(B, self.L)
+        halfway = torch.linalg.solve_triangular(self.L, B, upper=False)
+        solved: Tensor = torch.linalg.solve_triangular(self.L.mT, halfway, upper=True)
+        return solved
+
+    def inverse(self) -> Tensor:
+        """By LAPACK's own routine on a CPU; that of a GPU can't be captured in a CUDA graph."""
+        return self.solve(self._identity()) if self.L.is_cuda else torch.cholesky_inverse(self.L)
+
+    def inverse_factor(self) -> Tensor:
+        """By one triangular solve."""
+        solved: Tensor = torch.linalg.solve_triangular(self.L, self._identity(), upper=False)
+        return solved
+
+    def prepared(self, outputs: int) -> PreparedSolve:
+        """With as many outputs as rows, a CPU multiplies by the inverse faster than it substitutes."""
+        if outputs < self.L.shape[-1] or self.L.is_cuda:
+            return super().prepared(outputs)
+        return ProductSolve(self.inverse(), lambda B: Solution(B, self.failed))
+
+    def _identity(self) -> Tensor:
+        return torch.eye(self.L.shape[-1], dtype=self.L.dtype, device=self.L.device).expand_as(self.L)
+
+
+class TritonFactorization(TriangularFactorization):
+    """By the Triton kernel for small systems, which gives L⁻¹, padded as tensor cores want it."""
+
+    def __init__(self, M: Tensor, damping: float) -> None:
         from proxprop.kernels import cholesky
 
-        inverse, failed = cholesky.inverse_factor(K, damping)
-        return inverse[:, :size, :size], failed
-    factor = factorize(K, damping)
-    eye = torch.eye(size, dtype=K.dtype, device=K.device).expand_as(K)
-    broken, bound = factor.info != 0, factor.bound[:, None, None]
-    solved = torch.linalg.solve_triangular(factor.L, eye, upper=False)
-    return torch.where(broken[:, None, None], eye / bound.sqrt(), solved), broken & factor.bound.isfinite()
+        self.size = M.shape[-1]
+        self.padded, self.failed = cholesky.inverse_factor(M, damping, least_share(M))
 
+    def inverse_factor(self) -> Tensor:
+        """Without the padding."""
+        return self.padded[:, : self.size, : self.size]
 
-def substitute(L: Tensor, B: Tensor) -> Tensor:
-    """`(LLᵀ)⁻¹B` by two triangular solves.
+    def solve(self, B: Tensor) -> Tensor:
+        """Two products."""
+        rows = self.padded[..., : self.size]
+        return rows.mT @ (rows @ B)
 
-    Those of cuBLAS are rounded to TF32 where products may be, which a solve magnifies; those of cuSOLVER are not, but
-    can't be captured in a CUDA graph.
-    """
-    eager = not (torch.compiler.is_compiling() or device.is_captured(L))
-    if L.is_cuda and len(L) == 1 and eager:
-        return torch.cholesky_solve(B, L)
-    halfway = torch.linalg.solve_triangular(L, B, upper=False)
-    solved: Tensor = torch.linalg.solve_triangular(L.mT, halfway, upper=True)
-    return solved
+    def inverse(self) -> Tensor:
+        """One product."""
+        rows = self.padded[..., : self.size]
+        return rows.mT @ rows
 
-
-def inverse(L: Tensor) -> Tensor:
-    """`(LLᵀ)⁻¹`: with as many right-hand sides as rows, a CPU multiplies by it faster than it substitutes."""
-    if L.is_cuda:  # cholesky_inverse's GPU kernel can't be captured in a CUDA graph
-        return substitute(L, torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L))
-    return torch.cholesky_inverse(L)
+    def prepared(self, outputs: int) -> PreparedSolve:
+        """By the inverse where outputs are many."""
+        if outputs < self.size:
+            return super().prepared(outputs)
+        if len(self.padded) > 1:
+            inverse = self.inverse()
+            return lambda B: Solution(inverse @ B, self.failed)
+        wide = self.padded[0, :, : self.size].mT @ self.padded[0]
+        # With outputs as rows, U is read faster by the product with the layer's input.
+        return lambda B: Solution(transposed_product(B[0], wide).mT[None, : self.size], self.failed)

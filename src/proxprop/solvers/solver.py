@@ -43,27 +43,26 @@ class Solution(NamedTuple):
         return self if factor == 1.0 else self._replace(value=self.value.mul_(factor))
 
 
-Ready = Callable[[Tensor], Solution]
+PreparedSolve = Callable[[Tensor], Solution]
 """What is left of a solve once K or S is there: from a right-hand side to the solution."""
 
 
 @dataclass(frozen=True)
-class Factored:
-    """A `Ready` that ends in a product with one matrix, so that `D = AᵀU` may be had as `(leftᵀA)ᵀ·right(G)`.
+class ProductSolve:
+    """A `PreparedSolve` that ends in a product with one matrix, so that `D = AᵀU` is also `(leftᵀA)ᵀ·right(G)`.
 
     Attributes:
         left: `[groups, size, size]`, of the solution `left·right(B)`.
-        right: from a right-hand side to an array of its shape.
-        failed: as in `Solution`.
+        right: from a right-hand side to what is multiplied, of its shape.
     """
 
     left: Tensor
-    right: Callable[[Tensor], Tensor]
-    failed: Tensor | None = None
+    right: PreparedSolve
 
     def __call__(self, B: Tensor) -> Solution:
         """The solution, with outputs as rows in memory, as a weight has them."""
-        return Solution((self.right(B).mT @ self.left.mT).mT, self.failed)
+        right, failed = self.right(B)
+        return Solution((right.mT @ self.left.mT).mT, failed)
 
 
 class Solver(ABC):
@@ -73,12 +72,14 @@ class Solver(ABC):
     """
 
     spaces: ClassVar[tuple[str, ...]]
+    failure: ClassVar[str] = "the solver could not solve its system in this precision"
+    """What a warning says where `Solution.failed` is true: what happened, likely causes and remedies."""
 
     @abstractmethod
     def flops(self, sizes: Sizes, space: str) -> float:
         """FLOPs of the solve in `space`, once K or S is there."""
 
-    def prepared(self, space: str, M: Tensor, damping: float, outputs: int) -> Ready:
+    def prepared(self, space: str, M: Tensor, damping: float, outputs: int) -> PreparedSolve:
         """What solves in sample or feature space, given K or S, which may be overwritten.
 
         Override it to do there and then what need not wait for a right-hand side.

@@ -6,6 +6,7 @@ from torch import Tensor
 from proxprop import tuning
 from proxprop.device import round_up
 from proxprop.solvers.matmul import square, transposed_square, wide
+from proxprop.transfer.rotation import rotate
 from proxprop.transfer.transfer import Parameters, Transfer
 
 
@@ -34,12 +35,28 @@ class Affine(Transfer):
 
     def sample_gram(self) -> Tensor:
         """`K = AAᵀ`; the ones column adds 1 to every entry."""
-        return self._sample_gram(self.rows())
-
-    def _sample_gram(self, A: Tensor) -> Tensor:
-        groups, samples, _, _ = self.sizes
-        K = square(A) if self.weight_shape else A.new_zeros(groups, samples, samples, dtype=wide(A))
+        K = self._square(self._any_rows())
         return K.add_(1.0) if self.bias else K
+
+    def rotated_sample_gram(self) -> Tensor:
+        """K of rotated samples; the ones column adds N to its first entry.
+
+        Rows that came in bfloat16 are multiplied as they are, which is exact, and K is rotated after.
+        """
+        if self.coarse:
+            return super().rotated_sample_gram()
+        K = self._square(rotate(self._any_rows()))
+        if self.bias:
+            K[:, 0, 0] += self.sizes.samples
+        return K
+
+    def _any_rows(self) -> Tensor:
+        """`rows`, with the features in any order."""
+        return self.rows()
+
+    def _square(self, A: Tensor) -> Tensor:
+        groups, samples, _, _ = self.sizes
+        return square(A) if self.weight_shape else A.new_zeros(groups, samples, samples, dtype=wide(A))
 
     def gram(self) -> Tensor:
         """`S = AᵀA`; the ones column adds the border `(Aᵀ1, samples)`."""

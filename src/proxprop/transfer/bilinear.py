@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from proxprop.solvers import Sizes
 from proxprop.transfer.affine import Affine
+from proxprop.transfer.rotation import rotate_both
 from proxprop.transfer.transfer import LayerCall, Parameters, Shapes
 
 
@@ -50,6 +51,10 @@ class BilinearTransfer(Affine):
             return super().sample_gram()
         K = (self.left @ self.left.mT).mul_(self.right @ self.right.mT)[None]
         return K.add_(1.0) if self.bias else K
+
+    def rotated_sample_gram(self) -> Tensor:
+        """K rotated after it was formed, because its rows are not."""
+        return rotate_both(self.sample_gram())
 
     def output(self, parameters: Parameters) -> Tensor:
         """`xᵀ W y + b`."""

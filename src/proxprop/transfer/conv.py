@@ -64,9 +64,9 @@ class ConvTransfer(Affine):
             return self.batched.new_empty(self.sizes.groups, self.sizes.samples, 0)
         return self._channels_first(self._unfold(self._padded()), 2)
 
-    def sample_gram(self) -> Tensor:
-        """`K = AAᵀ`, for which any order of the features will do."""
-        return self._sample_gram(self._unfold(self._padded()) if self.weight_shape else self.rows())
+    def _any_rows(self) -> Tensor:
+        """`rows`, with channels last where that is the faster copy."""
+        return self._unfold(self._padded()) if self.weight_shape else self.rows()
 
     def gram(self) -> Tensor:
         """`S = AᵀA`, from products of image rows, from autocorrelations, or from patches of some images at a time."""

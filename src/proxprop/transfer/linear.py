@@ -11,6 +11,7 @@ from proxprop import tuning
 from proxprop.solvers import Sizes
 from proxprop.solvers.matmul import transposed_product, wide
 from proxprop.transfer.affine import Affine
+from proxprop.transfer.rotation import rotate
 from proxprop.transfer.transfer import LayerCall, Parameters, Shapes
 
 
@@ -79,6 +80,15 @@ class LinearTransfer(Affine):
         given = [G]
         del G
         return self._weight_product(self.input, given.pop()), bias
+
+    def rotated_gradient(self, U: Tensor) -> Parameters:
+        """`A'ᵀU`, whose first row holds the mean; the ones column is `√N` there and zero below."""
+        if self.coarse:
+            return super().rotated_gradient(U)
+        bias = U[0, 0] * self.sizes.samples**0.5 if self.bias else None
+        if self.weight_shape is None:
+            return None, bias
+        return self._weight_product(rotate(self.input[None])[0], U[0]), bias
 
     def _weight_product(self, X: Tensor, G: Tensor) -> Tensor:
         """`GᵀX` in the weight's layout; a factor that the caller does not keep is freed before the product."""

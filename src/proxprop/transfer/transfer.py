@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from proxprop.solvers import SPACES, Sizes
+from proxprop.transfer.rotation import rotate, rotate_both
 
 Parameters = tuple[Tensor | None, ...]
 """One tensor for each of the layer's parameters, in its own shape; None for one that is not trained."""
@@ -55,6 +56,14 @@ class Transfer(ABC):
     def sample_gram(self) -> Tensor:
         """`K = AAᵀ [groups, samples, samples]`, freshly made."""
         raise NotImplementedError(f"{type(self).__name__} has no sample space")
+
+    def rotated_sample_gram(self) -> Tensor:
+        """K of rotated samples, see `rotation`."""
+        return rotate_both(self.sample_gram())
+
+    def rotated_gradient(self, U: Tensor) -> Parameters:
+        """`AᵀU` in the layer's layout for a U of rotated samples `[groups, samples, outputs]`."""
+        return self.gradient(self.from_samples(rotate(U)))
 
     def gram(self) -> Tensor:
         """`S = AᵀA [groups, features, features]`, freshly made."""

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from proxprop.lab import experiments
-from proxprop.lab.analysis import tasks
+from proxprop.lab.analysis import counted, tasks
 from proxprop.lab.commands import options
 from proxprop.lab.commands.console import say, show
 from proxprop.lab.config import Config
@@ -74,7 +74,7 @@ def compare(
 
 def run_and_tell(configs: Sequence[Config], folder: Path, jobs: int) -> list[Record]:
     """Run a list; in a terminal with a bar over all of it, or one per run where they come one by one."""
-    say(f"{len(configs)} runs into {folder}; those already finished are not run again.")
+    say(f"{counted(len(configs), 'run')} into {folder}; those already finished are not run again.")
     stop, tell = _bar(len(configs)) if jobs > 1 else _lines(len(configs))
     try:
         return experiments.run_all(configs, folder, jobs, tell=tell)

@@ -10,6 +10,7 @@ import proxprop
 from proxprop.lab.commands.console import say, show
 from proxprop.lab.data import folders
 from proxprop.lab.records.environment import commit, device_name
+from proxprop.lab.refusal import install
 from proxprop.lab.report.tables import Table
 
 NEEDED = {
@@ -52,7 +53,7 @@ def _packages(advice: list[str]) -> list[list[str]]:
         version = _version(name)
         rows.append([name, version or f"missing (for {use})"])
         if version is None:
-            advice.append(f"For {use}: pip install 'proxprop[{EXTRAS.get(name, 'lab')}]'")
+            advice.append(f"For {use}: {install(EXTRAS.get(name, 'lab'))}")
     return rows
 
 

@@ -12,11 +12,15 @@ from proxprop.lab.commands.compare import run_and_tell
 from proxprop.lab.commands.console import say
 from proxprop.lab.config import Config
 from proxprop.lab.data import load
+from proxprop.lab.records import Record
+from proxprop.lab.refusal import Refused
 from proxprop.lab.reproduction import propositions, spectrum
 from proxprop.lab.reproduction.files import write_csv
-from proxprop.lab.reproduction.write import write_document, write_tables
+from proxprop.lab.reproduction.results import TABLES
+from proxprop.lab.reproduction.write import DOCUMENT, refuse_fewer, staged, write_document, write_tables
 
 QUICK_WIDTHS, QUICK_EPOCHS = (32, 16, 32), (0, 1)
+RUNS = Path("out/reproduce/runs")
 
 
 class What(StrEnum):
@@ -49,7 +53,10 @@ def reproduce(
     save_weights: Annotated[
         bool, typer.Option(help="Keep every run's final weights (about 95 MB each).")
     ] = False,
-    runs: Annotated[Path, typer.Option(help="Folder with the runs' records.")] = Path("out/reproduce/runs"),
+    runs: Annotated[
+        Path | None,
+        typer.Option(help=f"Folder with the runs' records [{RUNS}; with --quick: OUT/quick/runs]."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for tables, figures and REPRODUCTION.md.")] = Path(
         "out/reproduce"
     ),
@@ -59,30 +66,49 @@ def reproduce(
 
     Writes tidy tables, figures with the paper's curves behind ours, and REPRODUCTION.md with a verdict on every claim.
     Finished runs are not run again, so the command can be stopped and given again at any time; what is still missing
-    is left out and said.
+    is left out and said. Tables are never replaced by tables of fewer runs.
 
     \b
     Examples:
         proxprop reproduce fig1 --download
         proxprop reproduce all --device cuda --out results/paper
-        proxprop reproduce all --only-write --out results/paper
+        proxprop reproduce all --only-write --runs my/runs --out out/mine
         proxprop reproduce all --quick
     """
     given = {"data": "cifar10", "data_dir": data_dir, "epochs": epochs, "precision": precision}
     given |= {"device": device if only_write else str(devices.device(device or "auto"))}
     base = options.config_from(None, given | {"save_weights": save_weights})
-    if quick:
-        runs, out = out / "quick" / "runs", out / "quick"
+    out = out / "quick" if quick else out
+    folder = runs or (out / "runs" if quick else RUNS)
     shrunk = experiments.quick if quick else list
     wanted = {name: shrunk(experiments.paper([name], base, seeds)) for name in experiments.EXPERIMENTS}
+    names = _names(what)
+    if names:
+        refuse_fewer(_records(folder, only_write), wanted, [] if only_write else names, out)
+    elif only_write and not any((out / f"{name}.csv").is_file() for name in TABLES):
+        raise Refused(f"there is nothing to write from: {out} holds no tables")
     if not only_write:
         if download and not quick:
             options.fetch(base)
-        _run([config for name in _names(what) for config in wanted[name]], runs)
+        _run([config for name in names for config in wanted[name]], folder)
         _measure(what, Config(data="digits", hidden=QUICK_WIDTHS) if quick else base, out, quick)
-    found = records.find([runs], tell=say) if any(runs.glob("*/config.json")) else []
-    write_tables(found, wanted, out)
-    say(f"Written: {write_document(out).resolve()}")
+    with staged(out) as fresh:
+        if names:
+            write_tables(records.find([folder], tell=say), wanted, fresh)
+        write_document(fresh)
+    say(f"Written: {(out / DOCUMENT).resolve()}")
+
+
+def _records(folder: Path, needed: bool) -> list[Record]:
+    """The runs of a folder; where there are none, an empty list, or a refusal when they are needed."""
+    try:
+        return records.find([folder])
+    except Refused as refusal:
+        if needed:
+            raise Refused(
+                f"there is nothing to write from: {refusal}; name the folder of the runs by --runs"
+            ) from refusal
+        return []
 
 
 def _names(what: What) -> list[str]:

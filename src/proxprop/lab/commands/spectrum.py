@@ -66,5 +66,5 @@ def spectrum(
         say(PAPER[config.data])
     figure = figures.spectrum(found.eigenvalues.tolist(), f"{config.data}: {X.shape[0]} samples", tau_theta)
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=150)
+    figures.save(figure, out)
     say(f"Plot: {out.resolve()}")

@@ -10,9 +10,10 @@ import typer
 from proxprop.lab.commands import options
 from proxprop.lab.commands.console import say
 from proxprop.lab.config import MODELS, OPTIMIZERS, PRECISIONS, Config
+from proxprop.lab.methods import method
 from proxprop.lab.records import Record
 from proxprop.lab.records.run import stored_config
-from proxprop.lab.refusal import Interrupted
+from proxprop.lab.refusal import Interrupted, Refused, nearest
 from proxprop.lab.train import train as run
 
 DIVERGED = 3
@@ -30,7 +31,7 @@ def train(
         str | None, typer.Option(help=f"{', '.join(OPTIMIZERS)} (sgd is Nesterov's) [sgd].")
     ] = None,
     lr: Annotated[
-        float | None, typer.Option(help="Learning rate [sgd: 0.05 with backprop, else 1; others: 0.001].")
+        float | None, typer.Option(help="Learning rate [one that fits optimizer and solver, and is printed].")
     ] = None,
     momentum: Annotated[float | None, typer.Option(help="Of sgd and muon [0.95].")] = None,
     solver: Annotated[
@@ -86,21 +87,51 @@ def train(
     else:
         chosen = options.config_from(config, given)
     folder = out or Path("runs") / chosen.slug()
+    if resume:
+        _refuse_nothing(folder)
+    method(chosen)
     if download:
         options.fetch(chosen)
+    say(f"{_doing(folder)} {folder}: {_what(chosen)}")
     record = _run(chosen, folder, resume)
     _tell(record)
     if record.status == "diverged":
         raise typer.Exit(DIVERGED)
 
 
+def _refuse_nothing(folder: Path) -> None:
+    """Refuse to go on with a run that is not there, naming the one whose folder is most like it."""
+    if (folder / "config.json").exists():
+        return
+    runs = [config.parent.name for config in folder.parent.glob("*/config.json")]
+    near = nearest(folder.name, runs)
+    hint = f"did you mean {folder.parent / near}?" if near else "leave out --resume to begin one"
+    raise Refused(f"there is no run to go on with in {folder}; {hint}")
+
+
+def _doing(folder: Path) -> str:
+    return "Already done in" if (folder / "result.json").exists() else "Training into"
+
+
+def _what(config: Config) -> str:
+    """The settings that say most about a run, in a line."""
+    full = config.settled()
+    tau_theta = "unused" if full.solver == "backprop" else f"{full.tau_theta:g}"
+    return (
+        f"data {full.data}, model {full.model}, solver {full.solver}, optimizer {full.optimizer}, "
+        f"lr {full.lr:g}, tau_theta {tau_theta}"
+    )
+
+
 def _run(config: Config, folder: Path, resume: bool) -> Record:
+    again = f"Go on with: proxprop train --out {shlex.quote(str(folder))} --resume"
     try:
         return run(config, folder, resume)
     except Interrupted as stop:
-        say(
-            f"Stopped after step {stop.step}. Go on with: proxprop train --out {shlex.quote(str(folder))} --resume"
-        )
+        say(f"Stopped after step {stop.step}. {again}")
+        raise typer.Exit(130) from stop
+    except KeyboardInterrupt as stop:
+        say(f"Stopped within a step, so from the checkpoint before. {again}")
         raise typer.Exit(130) from stop
 
 
@@ -110,8 +141,10 @@ def _tell(record: Record) -> None:
         say(f"Diverged in epoch {last['epoch']}: the training loss is no longer a finite number.")
     else:
         held = (
-            f", validation accuracy {last['validation_accuracy']:.1%}" if last["validation_accuracy"] else ""
+            ""
+            if (validation := last["validation_accuracy"]) is None
+            else f", validation accuracy {validation:.1%}"
         )
         accuracy = f"test accuracy {last['test_accuracy']:.1%}{held}"
         say(f"Training loss {last['loss']:.4g}, {accuracy}, {last['seconds']:.1f} s of training.")
-    say(f"Recorded in {record.folder}")
+    say(f"Recorded in {record.folder}: {_what(record.config)}")

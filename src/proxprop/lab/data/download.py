@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from proxprop.lab.data.limit import UNPACKED
+from proxprop.lab.records.sealed import created
 from proxprop.lab.refusal import Refused, one_of
 
 Progress = Callable[[str, int, int], None]
@@ -88,7 +90,7 @@ def _fetch(source: Source, target: Path, progress: Progress) -> None:
     partial = target.with_suffix(target.suffix + ".part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with urllib.request.urlopen(source.url, timeout=30) as response, partial.open("wb") as file:
+        with urllib.request.urlopen(source.url, timeout=30) as response, created(partial) as file:
             done = 0
             while chunk := response.read(CHUNK):
                 done += len(chunk)
@@ -113,7 +115,7 @@ def _no_internet(source: Source, target: Path, error: Exception) -> str:
     )
 
 
-def unpack(archive: Path, folder: Path, limit: int = 1 << 30) -> None:
+def unpack(archive: Path, folder: Path, limit: int = UNPACKED) -> None:
     """Unpack plain files and folders of a tar into `folder`.
 
     Every member is looked at before the first is written: no links, devices, absolute or climbing paths,

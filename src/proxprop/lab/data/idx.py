@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from proxprop.lab.data.limit import UNPACKED
 from proxprop.lab.refusal import Refused
 
 CLASSES = 10
@@ -58,7 +59,7 @@ def read_file(path: Path) -> Bytes:
             sizes = file.read(4 * head[3])
             shape = [int.from_bytes(sizes[i : i + 4]) for i in range(0, len(sizes), 4)]
             expected = prod(shape) if len(sizes) == 4 * head[3] else -1
-            if not 0 < expected <= 1 << 31:
+            if not 0 < expected <= UNPACKED:
                 raise Refused(f"{path} should hold 1 byte to 2 GiB but its header says {shape}")
             content = file.read(expected + 1)  # One more than promised, and no gzip bomb is read any further.
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from proxprop.lab.data import cifar10, folders, idx, own
-from proxprop.lab.refusal import Refused, one_of
+from proxprop.lab.refusal import Refused, install, one_of
 
 NAMES = ("digits", "cifar10", "mnist", "fashion-mnist")
 HELD_OUT = {"digits": 200, "cifar10": 5000, "mnist": 5000, "fashion-mnist": 5000}
@@ -62,7 +62,7 @@ def load(name: str, data_dir: str | None = None, validation: int | None = None) 
     """
     if Path(name).suffix in own.SUFFIXES:
         whole, test = _own(Path(name))
-    elif one_of("data", name, NAMES) == "digits":
+    elif _known(name) == "digits":
         whole, test = _digits()
     else:
         read = cifar10.read if name == "cifar10" else idx.read
@@ -77,6 +77,16 @@ def load(name: str, data_dir: str | None = None, validation: int | None = None) 
     return Dataset(Path(name).name, train, rest, test, classes)
 
 
+def _known(name: str) -> str:
+    """A dataset's name; for any other file, say which kinds are read."""
+    if name not in NAMES and Path(name).suffix:
+        raise Refused(
+            f"data should be one of {', '.join(NAMES)}, or a file that ends in {' or '.join(own.SUFFIXES)}, "
+            f"but is '{name}'"
+        )
+    return one_of("data", name, NAMES)
+
+
 def _pixels(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Split:
     """Bytes to [0, 1], as the paper's code has it."""
     return Split(torch.from_numpy(images.astype(np.float32) / 255), torch.from_numpy(labels.astype(np.int64)))
@@ -87,7 +97,7 @@ def _digits() -> tuple[Split, Split]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise Refused("data digits ships inside scikit-learn: pip install 'proxprop[lab]'") from error
+        raise Refused(f"data digits ships inside scikit-learn: {install('lab')}") from error
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
     inputs = torch.from_numpy(digits.images[order].astype(np.float32) / 16)[:, None]

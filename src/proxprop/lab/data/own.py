@@ -4,6 +4,7 @@
 """
 
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from proxprop.lab.config import WIDEST
+from proxprop.lab.data.limit import UNPACKED
 from proxprop.lab.refusal import Refused
 
 SUFFIXES = (".npz", ".safetensors")
+# What zipfile and NumPy raise for a damaged, encrypted or unknown archive, and for a header that promises too much.
+UNREADABLE = (
+    ValueError,
+    TypeError,
+    OSError,
+    EOFError,
+    MemoryError,
+    OverflowError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 REQUIRED, OPTIONAL = {"inputs", "labels"}, {"test_inputs", "test_labels"}
 
 
@@ -35,10 +50,22 @@ def read(path: Path) -> dict[str, Tensor]:
 
 def _npz(path: Path) -> dict[str, Tensor]:
     try:
+        _check_growth(path)
         with np.load(path, allow_pickle=False) as archive:
             return {name: torch.from_numpy(np.ascontiguousarray(archive[name])) for name in archive.files}
-    except (ValueError, TypeError, OSError, zipfile.BadZipFile, EOFError) as error:
+    except Refused:
+        raise
+    except UNREADABLE as error:
         raise Refused(f"{path} is not a readable .npz of plain numbers: {error}") from error
+
+
+def _check_growth(path: Path) -> None:
+    """Refuse an archive that would unpack to more than the limit; one that is not compressed has its own size."""
+    with zipfile.ZipFile(path) as archive:
+        size = sum(member.file_size for member in archive.infolist())
+    limit = max(UNPACKED, path.stat().st_size)
+    if size > limit:
+        raise Refused(f"{path} should unpack to at most {limit} bytes but would to {size}")
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
@@ -62,6 +89,7 @@ def _checked(tensors: dict[str, Tensor], path: Path, part: str) -> dict[str, Ten
     inputs, labels = inputs.float(), labels.long()
     if not bool(inputs.isfinite().all()):
         raise Refused(f"{path}: {part}inputs should be finite but hold NaN or infinity")
-    if int(labels.min()) < 0:
-        raise Refused(f"{path}: {part}labels should be >= 0 but one is {int(labels.min())}")
+    for label in (int(labels.min()), int(labels.max())):
+        if not 0 <= label < WIDEST:
+            raise Refused(f"{path}: {part}labels should be 0 to {WIDEST - 1} but one is {label}")
     return {f"{part}inputs": inputs, f"{part}labels": labels}

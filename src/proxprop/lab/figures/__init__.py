@@ -3,6 +3,7 @@
 from proxprop.lab.figures.angle import angle
 from proxprop.lab.figures.curves import curves
 from proxprop.lab.figures.robustness import robustness
+from proxprop.lab.figures.save import save
 from proxprop.lab.figures.spectrum import spectrum
 
-__all__ = ["angle", "curves", "robustness", "spectrum"]
+__all__ = ["angle", "curves", "robustness", "save", "spectrum"]

@@ -38,6 +38,7 @@ def angle(task: Task, optimizer: str) -> Any | None:
                 ax.plot(degrees, label=f"layer {name}", color=shade, marker=marker, markevery=every)
             ax.set_title(label(arm, task.tau_thetas(), rate=True))
             ax.set_xlabel("epochs")
+            ax.xaxis.get_major_locator().set_params(integer=True)
             ax.set_ylim(0, 90)
             ax.set_yticks([0, 15, 30, 45, 60, 75, 90])
         axes[0].set_ylabel("angle to the gradient, degrees")

@@ -6,7 +6,7 @@ import numpy as np
 
 from proxprop.lab import paper
 from proxprop.lab.analysis import Arm, Task
-from proxprop.lab.figures.style import FAINT, label, look, styled
+from proxprop.lab.figures.style import FAINT, label, look, percent_tick, styled
 
 PANELS = (
     ("loss", "epoch", "full-batch training loss", "epochs"),
@@ -43,16 +43,18 @@ def curves(task: Task, optimizer: str) -> Any:
                     look(arm, index, task.tau_thetas()),
                 )
             ax.set_xlabel(unit)
+            if over == "epoch":
+                ax.xaxis.get_major_locator().set_params(integer=True)
             ax.set_title(title)
             if key == "loss":
                 ax.set_yscale("log")
             else:
-                ax.yaxis.set_major_formatter("{x:.0%}")
+                ax.yaxis.set_major_formatter(percent_tick)
                 _zoom(ax)
             ax.set_xlim(left=0)
         _common_time(axes, arms)
         handles, names = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 4), fontsize=9.5)
+        figure.legend(handles, names, loc="outside upper left", ncols=min(len(names), 4), fontsize=9.5)
     return figure
 
 

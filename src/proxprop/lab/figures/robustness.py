@@ -5,7 +5,7 @@ from typing import Any
 
 from proxprop.lab import paper
 from proxprop.lab.analysis import Arm, Task
-from proxprop.lab.figures.style import label, look, styled
+from proxprop.lab.figures.style import label, look, percent_tick, styled
 
 OFF_SCALE = 1000.0  # A finite loss beyond this is as lost as an infinite one, and would flatten the rest.
 KEYS = (("loss", "final full-batch training loss"), ("validation_accuracy", "final validation accuracy"))
@@ -34,10 +34,10 @@ def robustness(task: Task, optimizer: str) -> Any:
             ax.set_xlabel("learning rate")
             ax.set_title(title)
         axes[0].set_yscale("log")
-        axes[1].yaxis.set_major_formatter("{x:.0%}")
+        axes[1].yaxis.set_major_formatter(percent_tick)
         axes[1].set_ylim(0, 1.03)
         handles, names = axes[0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 5), fontsize=9.5)
+        figure.legend(handles, names, loc="outside upper left", ncols=min(len(names), 5), fontsize=9.5)
     return figure
 
 

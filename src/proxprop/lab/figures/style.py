@@ -57,6 +57,15 @@ def styled() -> Iterator[None]:
         yield
 
 
+def percent_tick(value: float, position: int | None = None) -> str:
+    """A tick of an accuracy axis, with the digits it needs, so that no two ticks read alike.
+
+    >>> percent_tick(0.975), percent_tick(0.6)
+    ('97.5%', '60%')
+    """
+    return f"{100 * value:.6g}%"
+
+
 def look(arm: Arm, index: int, taus: list[float]) -> dict[str, Any]:
     """Colour, dash and marker of an arm; a solver looks the same in every figure, but for the dash of a second τ_θ."""
     found = LOOKS.get(arm.solver, {"color": OTHERS[index % len(OTHERS)], "linestyle": "-.", "marker": "X"})

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from proxprop.deferred import Deferred
+from proxprop import Attached
 from proxprop.lab.records.sealed import Damaged, write_bytes
 
 KEPT = 2
@@ -55,8 +56,13 @@ def read(path: Path) -> Checkpoint:
     digest, body = content[:65], content[65:]
     if digest != hashlib.sha256(body).hexdigest().encode() + b"\n":
         raise Damaged(f"{path.name} is damaged: its SHA-256 does not fit")
-    header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
-    return Checkpoint(load(body), json.loads(header["__metadata__"]["values"]))
+    try:
+        header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
+        return Checkpoint(load(body), json.loads(header["__metadata__"]["values"]))
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise Damaged(
+            f"{path.name} is damaged: it does not hold what a checkpoint holds ({error})"
+        ) from error
 
 
 def latest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -83,7 +89,7 @@ class Trained:
 
     model: nn.Module
     optimizers: list[Optimizer]
-    attached: Deferred | None = None
+    attached: Attached | None = None
 
 
 def pack(trained: Trained, device: torch.device) -> Checkpoint:

@@ -1,16 +1,17 @@
 """Rows as sealed JSON lines: appended one by one, rewritten whole when a run is resumed."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from proxprop.lab.records.sealed import Damaged, seal, unseal, write_bytes
+from proxprop.lab.records.sealed import Damaged, naming, seal, unlinked, unseal, write_bytes
 
 Row = dict[str, Any]
 
 
 def append(path: Path, row: Row) -> None:
     """Add one row at the end."""
-    with path.open("a", encoding="utf-8") as file:
+    with naming(path), unlinked(path).open("a", encoding="utf-8") as file:
         file.write(seal(row) + "\n")
 
 
@@ -19,15 +20,18 @@ def rewrite(path: Path, rows: list[Row]) -> None:
     write_bytes(path, "".join(seal(row) + "\n" for row in rows).encode())
 
 
-def read(path: Path) -> tuple[list[Row], list[str]]:
-    """The good rows, and a note for every damaged line."""
+def read(path: Path, check: Callable[[Row], None] = lambda row: None) -> tuple[list[Row], list[str]]:
+    """The good rows, and a note for every damaged line; `check` raises Damaged for a row that makes no sense."""
     rows: list[Row] = []
     notes: list[str] = []
     if not path.is_file():
         return rows, notes
     for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), start=1):
         try:
-            rows.append(unseal(line))
+            row = unseal(line)
+            check(row)
         except Damaged as damage:
             notes.append(f"{path.name} line {number} is damaged ({damage}) and was left out")
+        else:
+            rows.append(row)
     return rows, notes

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from proxprop.lab.config import Config
-from proxprop.lab.records import lines, sealed
+from proxprop.lab.records import fields, lines, sealed
 from proxprop.lab.records.lines import Row
 from proxprop.lab.records.run import stored_config
 from proxprop.lab.refusal import Refused
@@ -58,25 +58,27 @@ def read(folder: Path) -> Record:
         Refused: it holds no run, or nothing of it can be read.
     """
     config = stored_config(folder)
-    rows, notes = lines.read(folder / "metrics.jsonl")
-    timing, more = lines.read(folder / "timing.jsonl")
-    notes += more + [row["text"] for row in lines.read(folder / "notes.jsonl")[0]]
+    rows, notes = lines.read(folder / "metrics.jsonl", fields.measured)
+    timing, more = lines.read(folder / "timing.jsonl", fields.holds(fields.TIMING))
+    notes += more + [row["text"] for row in lines.read(folder / "notes.jsonl", fields.holds(fields.NOTE))[0]]
     clock = {row["epoch"]: row for row in timing}
     epochs = [row | clock.get(row["epoch"], {}) for row in rows if row["kind"] == "epoch"]
     if not epochs:
         raise Refused(f"{folder} holds no measurements yet")
-    due = set(range(0, epochs[-1]["epoch"] + 1, config.measure_every))
+    due = set(range(0, min(epochs[-1]["epoch"], config.epochs) + 1, config.measure_every))
     missing = sorted(due - {row["epoch"] for row in epochs})
     notes += [f"metrics.jsonl lacks epoch {epoch}" for epoch in missing]
-    result = _optional(folder / "result.json", notes)
+    result = _optional(folder / "result.json", fields.result, notes)
+    plan = _optional(folder / "plan.json", fields.lists("layers", fields.LAYER), notes)
+    environment = _optional(folder / "environment.json", fields.lists("starts", fields.START), notes)
     return Record(
         folder,
         config,
         str(result.get("status", "unfinished")),
         epochs,
         [row for row in rows if row["kind"] == "step"],
-        _optional(folder / "plan.json", notes).get("layers", []),
-        _optional(folder / "environment.json", notes).get("starts", []),
+        plan.get("layers", []),
+        environment.get("starts", []),
         notes,
     )
 
@@ -104,11 +106,11 @@ def find(paths: Iterable[Path], tell: Callable[[str], None] = lambda why: None) 
     return records
 
 
-def _optional(path: Path, notes: list[str]) -> dict[str, Any]:
+def _optional(path: Path, check: Callable[[Row], None], notes: list[str]) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return sealed.read(path)
+        return sealed.read(path, check)
     except sealed.Damaged as damage:
         notes.append(str(damage))
         return {}

@@ -13,6 +13,7 @@ from torch import Tensor
 from proxprop.lab.config import INCIDENTAL, Config, from_mapping
 from proxprop.lab.records import checkpoint, lines, sealed
 from proxprop.lab.records.environment import environment
+from proxprop.lab.records.fields import START, lists
 from proxprop.lab.records.lines import Row
 from proxprop.lab.refusal import Refused
 
@@ -26,7 +27,8 @@ class Run:
         resume: go on with what is there instead of refusing it.
 
     Raises:
-        Refused: another process writes it; it holds a run and `resume` is false; it holds another run.
+        Refused: another process writes it; it holds a run, more than a start that failed, and `resume` is false; it
+            holds another run.
     """
 
     def __init__(self, folder: Path, config: Config, resume: bool) -> None:
@@ -40,15 +42,25 @@ class Run:
             raise
 
     def _open(self, resume: bool) -> None:
+        for left in self.folder.glob(f"*{sealed.UNFINISHED}"):
+            left.unlink()
         path = self.folder / "config.json"
         if not path.exists():
             sealed.write(path, self.config.to_dict())
-        elif not resume:
+        elif resume:
+            _same(stored_config(self.folder), self.config, self.folder)
+        elif _begun(self.folder):
             raise Refused(
                 f"{self.folder} already holds a run; go on with it by --resume or name another by --out"
             )
         else:
-            _same(stored_config(self.folder), self.config, self.folder)
+            self._forget()
+            sealed.write(path, self.config.to_dict())
+
+    def _forget(self) -> None:
+        """Remove what a start left that failed before anything was measured."""
+        for name in ("environment.json", "plan.json", "notes.jsonl"):
+            (self.folder / name).unlink(missing_ok=True)
 
     @property
     def done(self) -> bool:
@@ -64,7 +76,7 @@ class Run:
         """
         path = self.folder / "environment.json"
         try:
-            starts = sealed.read(path)["starts"] if path.exists() else []
+            starts = sealed.read(path, lists("starts", START))["starts"] if path.exists() else []
         except sealed.Damaged as damage:
             starts = []
             self.note(f"{damage}; it was begun anew")
@@ -138,11 +150,18 @@ def stored_config(folder: Path) -> Config:
         raise Refused(f"{folder} holds no readable run: {damage}") from damage
 
 
+def _begun(folder: Path) -> bool:
+    """Whether anything of a run would be lost with its folder: a measurement, a checkpoint, a result."""
+    metrics = folder / "metrics.jsonl"
+    measured = metrics.exists() and metrics.stat().st_size > 0
+    return measured or bool(checkpoint.paths(folder)) or (folder / "result.json").exists()
+
+
 def _locked(folder: Path) -> IO[str]:
     """Hold the folder's lock until the file is closed or the process ends, however it ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("a+", encoding="utf-8")
+        lock = sealed.unlinked(folder / "lock").open("a+", encoding="utf-8")
     except OSError as error:
         raise Refused(f"cannot write into {folder}: {error.strerror}") from error
     try:
@@ -154,10 +173,11 @@ def _locked(folder: Path) -> IO[str]:
         raise Refused(
             f"{folder} is being written by another process (id {who}); wait for it or stop it"
         ) from None
-    lock.seek(0)
-    lock.truncate()
-    lock.write(str(os.getpid()))
-    lock.flush()
+    with sealed.naming(folder / "lock"):
+        lock.seek(0)
+        lock.truncate()
+        lock.write(str(os.getpid()))
+        lock.flush()
     return lock
 
 

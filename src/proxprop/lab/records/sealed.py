@@ -3,10 +3,13 @@
 import json
 import os
 import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 SEAL = "crc32"
+UNFINISHED = ".tmp"
 
 
 class Damaged(ValueError):
@@ -43,31 +46,65 @@ def write(path: Path, values: dict[str, Any]) -> None:
     write_bytes(path, (seal(values) + "\n").encode())
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Read a sealed file.
+def read(path: Path, check: Callable[[dict[str, Any]], None] = lambda values: None) -> dict[str, Any]:
+    """Read a sealed file; `check` raises Damaged for values that make no sense.
 
     Raises:
-        Damaged: the file is missing or not what was written.
+        Damaged: the file is missing, not what was written, or makes no sense.
     """
     try:
-        return unseal(path.read_text("utf-8"))
+        values = unseal(path.read_text("utf-8"))
+        check(values)
+        return values
     except (OSError, UnicodeDecodeError, Damaged) as error:
         raise Damaged(f"{path} cannot be read: {error}") from error
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file so that a crash leaves the old one or the new one: temporary, fsync, rename, fsync."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    """Write a file so that a crash leaves the old one or the new one: temporary, fsync, rename, fsync.
+
+    Raises:
+        OSError: it could not be written, on a full disk for instance; nothing of it is left, and the error names it.
+    """
+    temporary = path.with_name(path.name + UNFINISHED)
+    try:
+        with naming(path), created(temporary) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Within, an error names the file: one of opening does so by itself, one of writing does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def created(path: Path) -> IO[bytes]:
+    """A new file in place of whatever stands there; a link is removed, never written through."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")
+
+
+def unlinked(path: Path) -> Path:
+    """The same path, where a file may now be opened to go on with it: a link that stood there is removed."""
+    if path.is_symlink():
+        path.unlink()
+    return path
 
 
 def _checksum(values: dict[str, Any]) -> str:

@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 from proxprop.lab import figures, paper
-from proxprop.lab.analysis import CLOSE, OPTIMIZER_NAMES, Task
+from proxprop.lab.analysis import CLOSE, OPTIMIZER_NAMES, Task, counted
 from proxprop.lab.config import command
 from proxprop.lab.findings import findings, headline
 from proxprop.lab.records import Record
-from proxprop.lab.report import html
+from proxprop.lab.report import descriptions, html
 from proxprop.lab.report.tables import Table, estimated, final_table, layer_table, rate_table
 
 
@@ -26,9 +26,19 @@ def _lead(task: Task) -> str:
     taus = ", ".join(f"{tau:g}" for tau in task.tau_thetas())
     implicit = f", τ_θ = {taus}" if taus else ""
     open_ends = sum(record.status == "unfinished" for record in records)
-    unfinished = f" {open_ends} of them are unfinished and count as far as they got." if open_ends else ""
-    count = f"{seeds} seed" if seeds == 1 else f"{seeds} seeds"
-    return f"{len(records)} runs, {len(task.arms)} methods, {count} each{implicit}.{unfinished}"
+    ends = (
+        "is unfinished and counts as far as it"
+        if open_ends == 1
+        else "are unfinished and count as far as they"
+    )
+    unfinished = f" {open_ends} of them {ends} got." if open_ends else ""
+    again = (
+        f" {counted(task.repeated, 'more record')} of a seed that is already there left out."
+        if task.repeated
+        else ""
+    )
+    counts = [counted(len(records), "run"), counted(len(task.arms), "method"), counted(seeds, "seed")]
+    return f"{', '.join(counts)} each{implicit}.{unfinished}{again}"
 
 
 def _final(task: Task) -> Iterator[str]:
@@ -39,7 +49,7 @@ def _final(task: Task) -> Iterator[str]:
         f"{100 * CLOSE:.0f} points of the best validation accuracy any method reached with the same optimizer. "
         "Time per step is the median over all runs."
     )
-    yield html.table(final_table(task))
+    yield html.table(final_table(task), f"Where each method ends: {task.title}")
 
 
 def _curves(task: Task, salt: str) -> Iterator[str]:
@@ -52,7 +62,8 @@ def _curves(task: Task, salt: str) -> Iterator[str]:
         )
         if any(paper.curve(arm.best[0].config, "loss", "epoch") for arm in task.of(optimizer)):
             caption += " A wide pale line is the paper's own curve."
-        yield html.figure(figures.curves(task, optimizer), caption, f"{salt}-curves-{optimizer}")
+        told = descriptions.curves(task, optimizer)
+        yield html.figure(figures.curves(task, optimizer), caption, told, f"{salt}-curves-{optimizer}")
 
 
 def _robustness(task: Task, salt: str) -> Iterator[str]:
@@ -66,8 +77,9 @@ def _robustness(task: Task, salt: str) -> Iterator[str]:
             "The same learning rates for every method. Bars reach from the lowest to the highest seed; "
             "× at the edge marks a learning rate at which a seed diverged or ended at a loss beyond 1000."
         )
-        yield html.figure(figures.robustness(task, optimizer), caption, f"{salt}-rates-{optimizer}")
-        yield html.table(rate_table(task, optimizer))
+        told = descriptions.robustness(task, optimizer)
+        yield html.figure(figures.robustness(task, optimizer), caption, told, f"{salt}-rates-{optimizer}")
+        yield html.table(rate_table(task, optimizer), f"Final loss at every learning rate, {optimizer}")
 
 
 def _angles(task: Task, salt: str) -> Iterator[str]:
@@ -83,7 +95,8 @@ def _angles(task: Task, salt: str) -> Iterator[str]:
     for optimizer, figure in drawn:
         yield html.heading(OPTIMIZER_NAMES.get(optimizer, optimizer), 3)
         caption = "Each method at its best learning rate, mean over seeds."
-        yield html.figure(figure, caption, f"{salt}-angle-{optimizer}")
+        told = descriptions.angle(task, optimizer)
+        yield html.figure(figure, caption, told, f"{salt}-angle-{optimizer}")
 
 
 def _layers(task: Task) -> Iterator[str]:
@@ -97,7 +110,7 @@ def _layers(task: Task) -> Iterator[str]:
         )
     for solver, arm in arms.items():
         yield html.heading(arm.name, 3)
-        yield html.table(layer_table(arm))
+        yield html.table(layer_table(arm), f"Layers under {arm.name}")
         yield html.paragraph(_overhead(task, solver, estimated(arm)))
 
 
@@ -119,15 +132,18 @@ def rerun_section(records: Sequence[Record], rerun: str | None) -> str:
     if rerun:
         parts.append(html.code(rerun))
     environments = _environments(records)
-    parts.append(html.table(Table(["environment", ""], environments, frozenset({1}))))
+    parts.append(html.table(Table(["environment", "value"], environments, frozenset({1})), "Environment"))
     commands = "\n".join(command(r.config, str(r.folder)) for r in records)
     runs = [[r.folder.name, r.status, str(r.last["epoch"])] for r in records]
     parts.append(html.folded("Every run by itself", html.code(commands)))
-    parts.append(html.folded("How every run ended", html.table(Table(["run", "status", "epochs"], runs))))
+    ended = "How every run ended"
+    parts.append(html.folded(ended, html.table(Table(["run", "status", "epochs"], runs), ended)))
     notes = list(dict.fromkeys(f"{r.folder.name}: {note}" for r in records for note in r.notes))
     if notes:
         listed = "".join(html.paragraph(note) for note in notes)
-        parts.append(html.folded(f"{len(notes)} notes from the runs", f'<div class="note">{listed}</div>'))
+        parts.append(
+            html.folded(f"{counted(len(notes), 'note')} from the runs", f'<div class="note">{listed}</div>')
+        )
     return "\n".join(parts)
 
 

@@ -45,7 +45,7 @@ def write_report(
         raise Refused(f"cannot write the report into {out}: {error.strerror}") from error
     for name, figure in named_figures(found) if formats else ():
         for suffix in formats:
-            figure.savefig(out / f"{name}.{suffix}", dpi=150)
+            figures.save(figure, out / f"{name}.{suffix}")
     return path
 
 

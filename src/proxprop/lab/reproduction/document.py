@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from proxprop.lab.analysis import counted
 from proxprop.lab.reproduction import grades
 from proxprop.lab.reproduction.appendix import (
     beyond_section,
@@ -88,7 +89,7 @@ def _made(results: Results) -> str:
     lines = [
         "Every number here is computed from the CSV files in this folder, as mean ± standard deviation over seeds. "
         "`runs.csv` gives, for every row's `run`, the command that makes it again.",
-        f"{len(results.runs)} runs, {results.seeds} seeds of every setting"
+        f"{counted(len(results.runs), 'run')}, {counted(results.seeds, 'seed')} of every setting"
         + (f", on {devices}" if devices else "")
         + f": {status['finished']} finished, {status['diverged']} diverged, {missing} missing.",
     ]

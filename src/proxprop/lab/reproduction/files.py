@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from proxprop.lab.records.sealed import write_bytes
+from proxprop.lab.refusal import Refused
 
 Row = dict[str, Any]
 
@@ -23,11 +24,21 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
 
 
 def read_csv(path: Path) -> list[Row]:
-    """The rows of a file; what reads as a number is one, what is empty is None, no file is no rows."""
+    """The rows of a file; what reads as a number is one, what is empty is None, no file is no rows.
+
+    Raises:
+        Refused: it is not in UTF-8, or a row has more cells than the header.
+    """
     if not path.is_file():
         return []
-    with path.open(encoding="utf-8", newline="") as file:
-        return [{key: value(text) for key, text in row.items()} for row in csv.DictReader(file)]
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise Refused(f"{path} is not a readable .csv in UTF-8: {error}") from error
+    if any(None in row for row in rows):
+        raise Refused(f"{path} has a row with more cells than its header")
+    return [{key: value(text) for key, text in row.items()} for row in rows]
 
 
 def value(text: str) -> Any:

@@ -1,19 +1,83 @@
 """Write the reproduction: tables from records, then figures and REPRODUCTION.md from the tables."""
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from proxprop.lab import experiments
 from proxprop.lab.config import Config
 from proxprop.lab.records import Record
 from proxprop.lab.records.sealed import write_bytes
+from proxprop.lab.refusal import Refused
 from proxprop.lab.reproduction import tables
 from proxprop.lab.reproduction.document import document
-from proxprop.lab.reproduction.files import write_csv
-from proxprop.lab.reproduction.results import Results
+from proxprop.lab.reproduction.files import read_csv, write_csv
+from proxprop.lab.reproduction.results import TABLES, Results
 
 DOCUMENT = "REPRODUCTION.md"
+DONE = ("finished", "diverged")
+
+
+def refuse_fewer(
+    records: Sequence[Record], runs: Mapping[str, Sequence[Config]], planned: Sequence[str], out: Path
+) -> None:
+    """Refuse to replace the `runs.csv` of a folder by one that holds fewer runs of any experiment.
+
+    Args:
+        records: every run that was found.
+        runs: each experiment's runs.
+        planned: experiments whose missing runs will be there by the time the tables are written.
+        out: the folder that would be written into.
+
+    Raises:
+        Refused: an experiment has more runs in `runs.csv` than would be written.
+    """
+    lying = Counter(
+        name
+        for row in read_csv(out / "runs.csv")
+        if row["status"] in DONE
+        for name in row["experiments"].split()
+    )
+    coming = {name: len(runs[name]) if name in planned else _done(runs[name], records) for name in runs}
+    fewer = [
+        f"{name} {coming.get(name, 0)} of {count}"
+        for name, count in lying.items()
+        if coming.get(name, 0) < count
+    ]
+    if fewer:
+        raise Refused(
+            f"{out / 'runs.csv'} holds more runs than would be written ({', '.join(fewer)}); "
+            "name the folder that holds all of them by --runs, or another folder by --out"
+        )
+
+
+def _done(configs: Sequence[Config], records: Sequence[Record]) -> int:
+    """How many of an experiment's runs have a record that came to its end."""
+    return sum(record is not None and record.status in DONE for _, record in tables.pairs(configs, records))
+
+
+@contextmanager
+def staged(out: Path) -> Iterator[Path]:
+    """A folder that starts with the tables of `out`; its files replace those of `out` if nothing fails within.
+
+    What can fail (drawing, a full disk) fails before the first file of `out` is touched.
+    """
+    fresh = out / ".new"
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    try:
+        for name in TABLES:
+            if (table := out / f"{name}.csv").is_file():
+                shutil.copyfile(table, fresh / table.name)
+        yield fresh
+        for path in sorted(fresh.iterdir()):
+            os.replace(path, out / path.name)
+    finally:
+        shutil.rmtree(fresh)
 
 
 def write_tables(records: Sequence[Record], runs: Mapping[str, Sequence[Config]], out: Path) -> None:
@@ -41,6 +105,7 @@ def write_tables(records: Sequence[Record], runs: Mapping[str, Sequence[Config]]
 def write_document(out: Path) -> Path:
     """Write the figures and REPRODUCTION.md from the CSV files of a folder; returns the document's path."""
     from proxprop.lab.figures.reproduction import figures
+    from proxprop.lab.figures.save import save
     from proxprop.lab.figures.style import styled
 
     results = Results.read(out)
@@ -49,8 +114,8 @@ def write_document(out: Path) -> Path:
         for name, figure in drawn.items():
             figure.draw_without_rendering()
             figure.set_layout_engine("none")  # laid out once, for both files
-            figure.savefig(out / f"{name}.svg", metadata={"Date": None})
-            figure.savefig(out / f"{name}.png", dpi=110)
+            save(figure, out / f"{name}.svg")
+            save(figure, out / f"{name}.png", dpi=110)
     path = out / DOCUMENT
     write_bytes(path, document(results).encode())
     return path

@@ -5,7 +5,7 @@ from typing import Any
 
 from proxprop.lab import paper
 from proxprop.lab.figures.reproduction.draw import label, log_scale, theirs
-from proxprop.lab.figures.style import LOOKS, styled
+from proxprop.lab.figures.style import LOOKS, percent_tick, styled
 from proxprop.lab.reproduction.files import Row
 from proxprop.lab.reproduction.measured import LOSS, VALIDATION, arm, band, pace
 from proxprop.lab.reproduction.results import Results
@@ -85,7 +85,7 @@ def _panel(ax: Any, figure: str, rows: Sequence[Row], solvers: Sequence[str], co
     if column == LOSS:
         log_scale(ax)
     else:
-        ax.yaxis.set_major_formatter("{x:.0%}")
+        ax.yaxis.set_major_formatter(percent_tick)
         _zoom(ax)
 
 

@@ -1,4 +1,4 @@
-"""Attach a model's converted layers to its optimizer, and undo it."""
+"""Attach a model's converted layers to its optimizer."""
 
 import warnings
 from collections.abc import Sequence
@@ -6,21 +6,20 @@ from collections.abc import Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from proxprop.convert import check_module
+from proxprop.conversion import by_default, check_module, last_layer
 from proxprop.deferred.choice import (
-    LIMIT,
-    OTHERWISE,
+    FALLBACKS,
+    MAX_BYTES,
     Choice,
-    Otherwise,
+    Fallback,
     check_shared,
     choose,
     in_optimizers,
 )
-from proxprop.deferred.handle import Deferred, attachments
+from proxprop.deferred.handle import Attached
 from proxprop.deferred.running import Running
 from proxprop.distributed import refuse_flat_parameters
 from proxprop.nn import ProximalLayer
-from proxprop.torch_internals import step_hooks
 
 
 def attach(
@@ -28,14 +27,15 @@ def attach(
     model: nn.Module,
     *,
     running: Running | None = None,
-    limit: int = LIMIT,
-    otherwise: Otherwise = "explicit",
-) -> Deferred:
+    max_bytes: int = MAX_BYTES,
+    fallback: Fallback = "explicit",
+) -> Attached:
     """Solve the steps of a model's converted layers when their optimizer steps, once, from all that was summed by then.
 
     From here on backward leaves the plain gradient `B = AᵀG` in `.grad` and sums `S = AᵀA` beside it, over
     micro-batches and every use of a layer. `optimizer.step()` first turns `.grad` into `D = (λI + S)⁻¹B`, the
-    direction of the whole batch however it was cut. Call `proxprop.solve(model)` before it to clip or look at D.
+    direction of the whole batch however it was cut. What is returned has `.solve()`, to clip or look at D before that,
+    and `.detach()`, to go back to immediate mode.
 
     A loss that is a mean over a micro-batch has to be weighted by the micro-batch's share of the batch, as without
     proxprop, for B to be the batch's gradient: `(loss * len(x) / batch_size).backward()`. S does not depend on
@@ -45,12 +45,15 @@ def attach(
         optimizer: whose steps to solve before, or several that share the model's parameters.
         model: a model with converted layers. Layers of which no optimizer here holds a parameter keep immediate mode.
         running: take S from a running average.
-        limit: most bytes of one layer's S.
-        otherwise: what becomes of a layer without an S, or with one over the limit: "explicit" leaves it BackProp's
-            gradient, which does not depend on how the batch is cut either; "immediate" solves inside every backward.
+        max_bytes: most bytes of one layer's S.
+        fallback: what becomes of a layer without an S, or with a larger one: "explicit" leaves it BackProp's gradient,
+            which does not depend on how the batch is cut either; "immediate" solves inside every backward.
 
     Returns:
-        What was done with each layer, and the state of running averages.
+        A handle that solves ahead of a step, detaches, holds the state of running averages and prints what was done
+        with each layer.
+
+    A `UserWarning` names layers that are not deferred, and plain layers that train where converted ones are frozen.
 
     Raises:
         TypeError: something is not an optimizer, not a model or not a `Running`.
@@ -62,81 +65,43 @@ def attach(
         >>> model = proxprop.convert(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         >>> attach(optimizer, model)
-        Deferred(
+        Attached(
           0: deferred, S takes 100 B
         )
         >>> for x in torch.randn(16, 4).split(8):
         ...     (model(x).square().mean() * len(x) / 16).backward()
         >>> optimizer.step()  # the direction of all 16
     """
-    optimizers = _check(optimizer, model, running, limit, otherwise)
+    optimizers = _check(optimizer, model, running, max_bytes, fallback)
     refuse_flat_parameters(model)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, ProximalLayer)}
     if not layers:
         raise ValueError("the model has no proximal layer to attach: call proxprop.convert(model) first")
     held = {parameter for each in optimizers for group in each.param_groups for parameter in group["params"]}
     choices = {
-        public_name(name, layer): choose(name, layer, limit, otherwise)
+        public_name(name, layer): choose(name, layer, max_bytes, fallback)
         for name, layer in layers.items()
         if in_optimizers(layer, held)
     }
     _refuse_twice(choices)
+    added = _plain_beside_frozen(model)
     if not choices:
-        raise ValueError(
-            "the optimizer holds no parameter of the model's proximal layers: make the optimizer from "
-            "model.parameters(), after the model was moved, wrapped or sharded"
+        remedy = added or (
+            "make the optimizer from model.parameters(), after the model was moved, wrapped or sharded"
         )
+        raise ValueError(f"the optimizer holds no parameter of the model's proximal layers: {remedy}")
     check_shared(model, choices)
+    if added:
+        warnings.warn(added, UserWarning, stacklevel=2)
     for name, choice in choices.items():
         if choice.mode != "deferred":
             done = (
                 "keeps BackProp's gradient" if choice.mode == "explicit" else "solves inside every backward"
             )
             warnings.warn(
-                f"{name} {done}: {choice.reason}; see limit and otherwise", UserWarning, stacklevel=2
+                f"{name} {done}: {choice.reason}; see max_bytes and fallback", UserWarning, stacklevel=2
             )
-    return Deferred(optimizers, model, choices, running)
-
-
-def detach(attached: nn.Module | Optimizer) -> None:
-    """Undo `attach`, for a model or for an optimizer: layers solve inside backward again. S that waits is dropped.
-
-    Example:
-        >>> import torch, proxprop
-        >>> model = proxprop.convert(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        >>> handle = attach(optimizer, model)
-        >>> detach(optimizer)
-    """
-    found = _deferred_of(attached)
-    if not found:
-        raise ValueError("detach: nothing is attached here")
-    for deferred in found:
-        deferred.detach()
-
-
-def solve(model: nn.Module) -> None:
-    """Turn the gradients of a model's attached layers into directions now, to clip or look at them before a step.
-
-    A part of a model may be given too: its layers are solved, and with them those that share parameters. The
-    optimizer's step then solves nothing more. Where no backward pass came since the last solve, nothing is done.
-
-    Example:
-        >>> import torch, proxprop
-        >>> model = proxprop.convert(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        >>> handle = attach(optimizer, model)
-        >>> model(torch.randn(16, 4)).square().mean().backward()
-        >>> solve(model)
-        >>> norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        >>> optimizer.step()
-    """
-    check_module(model, "solve")
-    found = _deferred_of(model)
-    if not found:
-        raise ValueError("solve: the model is not attached: call proxprop.attach(optimizer, model) first")
-    for deferred in found:
-        deferred.solve(model.parameters())
+    return Attached(optimizers, model, choices, running)
 
 
 def innermost(optimizer: object) -> object:
@@ -156,7 +121,7 @@ def public_name(name: str, layer: ProximalLayer) -> str:
 
 
 def _check(
-    optimizer: object, model: object, running: object, limit: object, otherwise: object
+    optimizer: object, model: object, running: object, max_bytes: object, fallback: object
 ) -> list[Optimizer]:
     given = [innermost(o) for o in optimizer] if isinstance(optimizer, Sequence) else [innermost(optimizer)]
     optimizers = [each for each in given if isinstance(each, Optimizer)]
@@ -168,30 +133,40 @@ def _check(
     check_module(model, "attach")
     if running is not None and not isinstance(running, Running):
         raise TypeError(f"running should be a proxprop.Running or None but is {running!r}")
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or limit < 0:
-        raise ValueError(f"limit should be a number of bytes but is {limit!r}")
-    if otherwise not in OTHERWISE:
-        raise ValueError(f"otherwise should be one of {', '.join(OTHERWISE)} but is {otherwise!r}")
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int | float) or max_bytes < 0:
+        raise ValueError(f"max_bytes should be a number of bytes but is {max_bytes!r}")
+    if fallback not in FALLBACKS:
+        raise ValueError(f"fallback should be one of {', '.join(FALLBACKS)} but is {fallback!r}")
     return optimizers
+
+
+def _plain_beside_frozen(model: nn.Module) -> str:
+    """Say which plain layers train where converted ones are frozen, as LoRA's do that were added after convert."""
+    last, found = last_layer(model), list[str]()
+    for name, parent in model.named_modules():
+        converted = [child for child in parent.children() if isinstance(child, ProximalLayer)]
+        if not converted or any(_trains(child) for child in converted):
+            continue
+        for inner, module in parent.named_modules(prefix=name):
+            if by_default(type(module)) and module is not last and _trains(module):
+                found.append(inner)
+    if not found:
+        return ""
+    names = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    return (
+        f"{names}: plain, and trained beside converted layers that are frozen. If they were added after convert, as "
+        "LoRA's layers are, call proxprop.convert(model) once more before attach"
+    )
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _refuse_twice(choices: dict[str, Choice]) -> None:
     taken = [name for name, choice in choices.items() if choice.layer._attached is not None]
     if taken:
         raise ValueError(
-            f"{taken[0]} is attached already: call proxprop.detach(model) first, or pass all "
+            f"{taken[0]} is attached already: call .detach() on what attach returned first, or pass all "
             "optimizers at once, proxprop.attach([first, second], model)"
         )
-
-
-def _deferred_of(attached: nn.Module | Optimizer) -> list[Deferred]:
-    """What a model's layers, or an optimizer, are attached by."""
-    if isinstance(attached, nn.Module):
-        return list({attachment.deferred: None for attachment in attachments(attached)})
-    inner = innermost(attached)
-    if not isinstance(inner, Optimizer):
-        raise TypeError(
-            f"detach should be given a model or an optimizer but was given {type(attached).__name__}"
-        )
-    owners = [getattr(hook, "__self__", None) for hook in step_hooks(inner)]
-    return [owner for owner in owners if isinstance(owner, Deferred)]

@@ -1,28 +1,29 @@
 """Show, before a run, what was chosen for every module that owns parameters, and why."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils.parametrize import is_parametrized
 
-from proxprop.convert import (
-    LAZY,
-    QUANTIZED,
+from proxprop.conversion import (
+    by_default,
     check_module,
     last_layer,
     owns_parameters,
     plain_class,
-    quantized,
     refusal,
+    unknown,
 )
 from proxprop.deferred.choice import gram_bytes, in_units
-from proxprop.nn import TABLE, ProximalLayer, default_kinds
-from proxprop.solvers import Plan
+from proxprop.deferred.cost import deferred_plan
+from proxprop.deferred.handle import Attachment
+from proxprop.deferred.running import Running
+from proxprop.nn import ProximalLayer, known
+from proxprop.solvers import FEATURE, Plan
 from proxprop.transfer.autograd import cuda_devices
 
 
@@ -36,8 +37,10 @@ class LayerSummary:
         parameters: how many numbers it owns.
         status: "converted" or "explicit".
         reason: why it stays explicit; empty where it is converted.
-        plans: how each system that it sets up in a forward pass is solved.
+        immediate: how each system that it sets up in a forward pass is solved in immediate mode.
+        deferred: how they are solved in deferred mode, for a batch that is not cut; empty where there is no S.
         gram_bytes: memory for its S in deferred mode; None where it has none.
+        attached: whether it is in deferred mode.
     """
 
     name: str
@@ -45,8 +48,15 @@ class LayerSummary:
     parameters: int
     status: str
     reason: str
-    plans: tuple[Plan, ...]
+    immediate: tuple[Plan, ...]
+    deferred: tuple[Plan, ...] = ()
     gram_bytes: int | None = None
+    attached: bool = False
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """How its systems are solved, in the mode that it is in."""
+        return self.deferred if self.attached else self.immediate
 
     @property
     def plan(self) -> Plan | None:
@@ -61,14 +71,30 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a conversion did to each module; prints as a table."""
+    """What a conversion did to each module; prints as a table.
+
+    Attributes:
+        rows: the modules that own parameters.
+        running: the running averages of an attached model, if it has them.
+    """
 
     rows: tuple[LayerSummary, ...]
+    running: Running | None = None
 
     @property
     def flops(self) -> float:
-        """FLOPs beyond BackProp's, all layers together."""
-        return sum(plan.flops for row in self.rows for plan in row.plans)
+        """FLOPs beyond BackProp's, all layers together, in the mode that each is in."""
+        return _flops(row.plans for row in self.rows)
+
+    @property
+    def immediate_flops(self) -> float:
+        """FLOPs beyond BackProp's with every layer in immediate mode."""
+        return _flops(row.immediate for row in self.rows)
+
+    @property
+    def deferred_flops(self) -> float:
+        """FLOPs beyond BackProp's with every layer in deferred mode, in a step that forms S and solves with it."""
+        return _flops(row.deferred for row in self.rows)
 
     @property
     def gram_bytes(self) -> int:
@@ -99,12 +125,33 @@ class Summary:
         trained = sum(row.parameters for row in self.rows)
         share = sum(row.parameters for row in converted) / trained if trained else 0.0
         yield f"{len(converted)} of {len(self.rows)} modules converted, {share:.1%} of {trained:,} parameters"
-        plain = sum(plan.backprop_flops for row in converted for plan in row.plans)
+        plain = sum(plan.backprop_flops for row in converted for plan in row.immediate)
         if plain:
             yield f"extra FLOPs: {self.flops:.3g}, {self.flops / plain:.2f}x BackProp's for the converted layers"
+            yield from self._other_mode(plain)
         if self.gram_bytes:
             size = self.gram_bytes
             yield f"deferred mode (attach) holds S: {in_units(size)}; with running averages {in_units(3 * size)}"
+
+    def _other_mode(self, plain: float) -> Iterator[str]:
+        """What the mode that the model is not in would cost, where that is not the same."""
+        attached = any(row.attached for row in self.rows)
+        other = self.immediate_flops if attached else self.deferred_flops
+        if other == self.flops or not any(row.deferred for row in self.rows):
+            return
+        formed = sum(any(plan.space == FEATURE for plan in row.deferred) for row in self.rows)
+        S = f" with S of {formed} layers formed" if formed else ""
+        if attached:
+            yield f"that is in deferred mode{S}; in immediate mode: {other:.3g}, {other / plain:.2f}x"
+            if self.running is not None:
+                update, invert = self.running.update_every, self.running.invert_every
+                yield f"running averages: S is formed in one step of {update}, and solved with in one of {invert}"
+        else:
+            yield f"in deferred mode (attach){S}: {other:.3g}, {other / plain:.2f}x"
+
+
+def _flops(plans: Iterable[tuple[Plan, ...]]) -> float:
+    return sum(plan.flops for found in plans for plan in found)
 
 
 def _cells(row: LayerSummary) -> tuple[str, ...]:
@@ -121,7 +168,9 @@ def summary(model: nn.Module, example: Any) -> Summary:
     """Show what happens to every module that owns parameters: converted and how, or explicit and why.
 
     The model is run once on the example, in evaluation mode; nothing is solved, and its state, its gradients
-    and the random state are left as they were.
+    and the random state are left as they were. A model that is attached shows what a step of deferred mode costs: it
+    forms S of every layer (of some linear layers, their rows are kept) and solves in feature space, wherever immediate
+    mode is cheaper. For convolutions on a CPU that is most of a step.
 
     Args:
         model: a model, converted or not.
@@ -142,20 +191,29 @@ def summary(model: nn.Module, example: Any) -> Summary:
         2      Linear  330                                                              the last layer: ...
         1 of 2 modules converted, 86.3% of 2,410 parameters
         extra FLOPs: 8.24e+04, 0.41x BackProp's for the converted layers
+        in deferred mode (attach): 3.99e+05, 2.00x
         deferred mode (attach) holds S: 16.5 KiB; with running averages 49.5 KiB
     """
     check_module(model, "summary")
     plans = _plans(model, example)
     last = last_layer(model)
-    return Summary(
-        tuple(_row(name, m, last, plans) for name, m in model.named_modules() if owns_parameters(m))
-    )
+    rows = (_row(name, m, last, plans) for name, m in model.named_modules() if owns_parameters(m))
+    return Summary(tuple(rows), _running(model))
 
 
-def _row(
-    name: str, module: nn.Module, last: nn.Module | None, plans: dict[nn.Module, list[Plan]]
-) -> LayerSummary:
+def _running(model: nn.Module) -> Running | None:
+    layers = (module for module in model.modules() if isinstance(module, ProximalLayer))
+    ties = (layer._attached for layer in layers if isinstance(layer._attached, Attachment))
+    return next((tie.handle.averages.running for tie in ties if tie.handle.averages is not None), None)
+
+
+Plans = dict[nn.Module, list[tuple[ProximalLayer, Plan]]]
+"""By the module that owns a system's parameters: the layer that sets it up, and the plan of immediate mode."""
+
+
+def _row(name: str, module: nn.Module, last: nn.Module | None, plans: Plans) -> LayerSummary:
     found = plans.get(module, [])
+    deferred = tuple(deferred_plan(plan, layer) for layer, plan in found)
     converted = (isinstance(module, ProximalLayer) and not _kept_explicit(module)) or bool(found)
     return LayerSummary(
         name=name,
@@ -163,8 +221,10 @@ def _row(
         parameters=sum(p.numel() for p in module.parameters(recurse=False)),
         status="converted" if converted else "explicit",
         reason=_reason(module, last, reached=bool(found)),
-        plans=tuple(found),
+        immediate=tuple(plan for _, plan in found),
+        deferred=tuple(plan for plan in deferred if plan is not None),
         gram_bytes=gram_bytes(module) if isinstance(module, ProximalLayer) else None,
+        attached=any(layer._attached is not None for layer, _ in found),
     )
 
 
@@ -181,21 +241,13 @@ def _reason(module: nn.Module, last: nn.Module | None, reached: bool) -> str:
     if module is last:
         return "the last layer: explicit in the paper; include_last=True converts it"
     kind = type(module)
-    if is_parametrized(module):
-        return (
-            "its parameters are computed by a parametrization, and no layer is linear in what computes them"
-        )
-    if isinstance(module, LazyModuleMixin):
-        return LAZY
-    if kind not in TABLE:
-        return _unknown_kind(kind)
+    if known(kind) is None:
+        return unknown(module)
     if why := refusal(module):
         return why
-    return (
-        "left out of convert"
-        if kind in default_kinds()
-        else f"{kind.__name__} is converted when asked for; see kinds"
-    )
+    if by_default(kind):
+        return "left out of convert, or added after it"
+    return f"{kind.__name__} is converted when asked for; see module_types"
 
 
 def _kept_explicit(module: nn.Module) -> bool:
@@ -204,31 +256,19 @@ def _kept_explicit(module: nn.Module) -> bool:
     return attached is not None and attached.explicit()
 
 
-def _unknown_kind(kind: type[nn.Module]) -> str:
-    if issubclass(kind, nn.RNNBase | nn.RNNCellBase):
-        return "recurrent: its output is not linear in its weights"
-    if quantized(kind):
-        return QUANTIZED
-    base = next((known for known in kind.__mro__ if known in TABLE), None)
-    if base is not None:
-        own = "with a forward of its own" if kind.forward is not base.forward else "that may do more"
-        return f"a subclass of {base.__name__} {own}; see kinds and proxprop.register"
-    return "not a kind proxprop knows; see kinds and proxprop.register"
+def _plans(model: nn.Module, example: Any) -> Plans:
+    """Run the model once and take down the plan of every system it sets up."""
+    plans: Plans = {}
 
-
-def _plans(model: nn.Module, example: Any) -> dict[nn.Module, list[Plan]]:
-    """Run the model once and take down the plan of every system it sets up, by the module that owns it."""
-    plans: dict[nn.Module, list[Plan]] = {}
-
-    def take_down(owner: nn.Module, plan: Plan) -> None:
-        plans.setdefault(owner, []).append(plan)
+    def take_down(layer: ProximalLayer, owner: nn.Module, plan: Plan) -> None:
+        plans.setdefault(owner, []).append((layer, plan))
 
     layers = [module for module in model.modules() if isinstance(module, ProximalLayer)]
     modes = {module: module.training for module in model.modules()}
     try:
         with ExitStack() as stack, torch.enable_grad(), torch.random.fork_rng(devices=cuda_devices(model)):
             for layer in layers:
-                stack.enter_context(layer._telling(take_down))
+                stack.enter_context(layer._telling(functools.partial(take_down, layer)))
             _call(model.eval(), example)
     finally:
         for module, training in modes.items():

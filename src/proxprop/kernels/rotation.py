@@ -1,0 +1,52 @@
+"""Samples rotated in one launch; `proxprop.transfer.rotation.rotate` has the plain twin and the mathematics."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from proxprop import tuning
+from proxprop.kernels.launch import launches, on_its_device
+
+
+@triton.jit
+def _rotate(
+    X, OUT, samples, columns, group_stride, stride, root, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Some columns: a sum over all rows, then the rows less their shift, the first replaced by the sum."""
+    group = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    there = column < columns
+    X += group * group_stride + column
+    OUT += group * samples * columns + column
+    total = tl.zeros((COLUMNS,), tl.float64)
+    for start in range(0, samples, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < samples)[:, None] & there[None, :]
+        x = tl.load(X[None, :] + row[:, None].to(tl.int64) * stride, mask=inside, other=0.0)
+        total += tl.sum(x.to(tl.float64), axis=0)
+    first = tl.load(X, mask=there, other=0.0).to(tl.float64)
+    top = total / root
+    shift = (top - first) / (root - 1)
+    for start in range(0, samples, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < samples)[:, None] & there[None, :]
+        x = tl.load(X[None, :] + row[:, None].to(tl.int64) * stride, mask=inside, other=0.0)
+        x = tl.where(row[:, None] == 0, top[None, :], x.to(tl.float64) - shift[None, :])
+        tl.store(OUT[None, :] + row[:, None].to(tl.int64) * columns, x.to(tl.float32), mask=inside)
+
+
+@on_its_device
+def rotate(X: Tensor) -> Tensor:
+    """`HX` for X `[groups, samples, columns]`, float32."""
+    if X.stride(-1) != 1:
+        X = X.contiguous()
+    groups, samples, columns = X.shape
+    out = torch.empty(X.shape, dtype=X.dtype, device=X.device)
+    launch = launches("rotation.rotate", [X])
+    launch(
+        _rotate, (triton.cdiv(columns, tuning.ROTATION_COLUMNS), groups),
+        X, out, samples, columns, X.stride(0), X.stride(1), samples**0.5,
+        ROWS=tuning.ROTATION_ROWS, COLUMNS=tuning.ROTATION_COLUMNS,
+    )  # fmt: skip
+    return out

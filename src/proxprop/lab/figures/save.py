@@ -1,0 +1,23 @@
+"""Write a figure into a file, as every other output is written: whole or not at all, never through a link."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+from proxprop.lab.records.sealed import write_bytes
+
+
+def save(figure: Any, path: Path, dpi: int = 150) -> None:
+    """Write a matplotlib figure in the format its suffix names, the same bytes every time.
+
+    Args:
+        figure: a matplotlib figure.
+        path: a .png, .svg or .pdf in a folder that exists.
+        dpi: dots per inch of a .png.
+    """
+    suffix = path.suffix[1:]
+    date = {"svg": "Date", "pdf": "CreationDate"}.get(suffix)
+    content = io.BytesIO()
+    dots = dpi if suffix == "png" else "figure"
+    figure.savefig(content, format=suffix, dpi=dots, metadata={date: None} if date else None)
+    write_bytes(path, content.getvalue())

@@ -1,0 +1,54 @@
+"""Rotate samples, so that what they have in common becomes one of them.
+
+Activations after a ReLU, raw pixels and the ones column of a bias share a mean that is often far larger than what
+tells samples apart. `K = AAᵀ` then holds the differences in its last digits. An orthogonal H changes neither the system
+nor D: with `A' = HA` and `G' = HG` the solution is `U' = HU`, and `A'ᵀU' = AᵀU`. Here H is the Householder reflection
+that maps `1/√N` to the first unit vector: row 0 of A' holds all of the mean, the others the differences to all digits.
+"""
+
+import torch
+from torch import Tensor
+
+from proxprop import device
+
+LEAST_REST = 0.05
+"""Share of K's trace beside the mean from which on K is accurate enough as it is."""
+
+
+def rotate(X: Tensor) -> Tensor:
+    """`HX` for X `[groups, samples, columns]` with at least two samples; `H = Hᵀ = H⁻¹`.
+
+    Sums are taken in float64, so that rows that are equal become zero, not rounding.
+
+    Example:
+        >>> rotate(torch.tensor([[[1.0], [2.0], [1.0], [2.0]]])).flatten()
+        tensor([ 3.,  0., -1.,  0.])
+    """
+    if device.use_triton(X):
+        from proxprop.kernels import rotation
+
+        return rotation.rotate(X)
+    root = X.shape[-2] ** 0.5
+    top = X.sum(-2, keepdim=True, dtype=torch.float64) / root
+    shift = (top - X[..., :1, :]) / (root - 1)
+    high = shift.to(X.dtype)
+    rotated: Tensor = (X - high).sub_((shift - high).to(X.dtype))
+    rotated[..., :1, :] = top.to(X.dtype)
+    return rotated
+
+
+def rotate_both(K: Tensor) -> Tensor:
+    """`HKH` for K `[groups, samples, samples]`, for where it can't come from rotated rows."""
+    return rotate(rotate(K).mT.contiguous())
+
+
+def always_rotates(samples: int, like: Tensor) -> bool:
+    """Whether samples are rotated without a look at K: a GPU would have to wait for it, and a compiler can't."""
+    return samples > 1 and (like.device.type != "cpu" or device.is_traced())
+
+
+def mean_dominates(K: Tensor) -> bool:
+    """Whether the mean's share of K's trace, `1ᵀK1/N`, leaves too few digits for the rest."""
+    samples = K.shape[-1]
+    trace = K.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return samples > 1 and bool((K.sum((-2, -1)) / samples > (1 - LEAST_REST) * trace).any())
