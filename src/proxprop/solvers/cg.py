@@ -1,7 +1,9 @@
 """A few steps of the conjugate gradient method from zero, in any space, with the same iterates in each."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -100,53 +102,54 @@ class CG(Solver):
     def matrix_free(self, apply: Callable[[Tensor], Tensor], B: Tensor, damping: float) -> Solution:
         """Return the iterate from products `V -> AᵀAV`."""
         dims = (-2,) if self.per_output else (-3, -2, -1)
-        found = conjugate_gradients(apply, B, B.new_full((1, 1, 1), damping), self.iterations, dims)
-        return Solution(found.solution)
+        return Solution(conjugate_gradients(apply, B, damping, self.iterations, dims).solution)
 
     def _with_matrix(self, M: Tensor, B: Tensor, damping: float, space: str) -> Solution:
-        """The iterate from products with K or S, in units in which its largest entry or λ is between 1 and 2.
+        """The iterate from products with K or S, scaled by a power of two where sums of squares could overflow.
 
         A CPU works with outputs as rows, a block of them at a time: a product shares out its rows among cores just as
         all that follows does, so that each core finds its numbers in its own cache.
         """
-        unit = self._unit(M, damping)
-        M, damped = M / unit, damping / unit
-        diagonal = M.diagonal(dim1=-2, dim2=-1) if space == SAMPLE else None
-        if B.device.type != "cpu" or is_transformed(B):
-            column = diagonal.unsqueeze(-1) if diagonal is not None else None
-            dims = (-2,) if self.per_output else (-3, -2, -1)
-            found = conjugate_gradients(lambda V: times(M, V), B, damped, self.iterations, dims, column)
-            return Solution(found.solution / unit, found.lost.flatten(1).any(-1))
-        row = diagonal.unsqueeze(-2) if diagonal is not None else None
-        return self._by_rows(lambda V: torch.bmm(V, M), B, damped, row, unit)
+        diagonal = M.diagonal(dim1=-2, dim2=-1)
+        if B.device.type == "cpu" and not is_transformed(B):
+            largest = max(float(diagonal.amax()), damping)
+            unit = 1.0 if SAFE[0] < largest < SAFE[1] else power_of_two(largest)
+            W = M if unit == 1.0 else M / unit
+            row = (diagonal / unit).unsqueeze(-2) if space == SAMPLE else None
+            return self._by_rows(lambda V: torch.bmm(V, W), B, damping / unit, row).times(1 / unit)
+        mantissa, exponent = torch.frexp(diagonal.amax().clamp(min=damping))
+        scale = torch.ldexp(torch.ones_like(mantissa), -exponent)
+        column = (diagonal * scale).unsqueeze(-1) if space == SAMPLE else None
+        dims = (-2,) if self.per_output else (-3, -2, -1)
+        apply = partial(times, M * scale)
+        found = conjugate_gradients(apply, B, damping * scale, self.iterations, dims, column)
+        return Solution(found.solution * scale, found.lost.any().view(1) if found.lost is not None else None)
 
     def _in_eigenbasis(self, basis: eigenbasis.Basis, B: Tensor, damping: float) -> Solution:
         """The iterate in a basis in which the matrix is diagonal, `[groups, size, outputs]`."""
-        unit = basis.values.amax(-1).clamp(min=damping).view(-1, 1, 1)
+        unit = power_of_two(max(float(basis.values.amax()), damping))
         values = basis.values.unsqueeze(-2) / unit
         row = basis.noisy.unsqueeze(-2) / unit if basis.noisy is not None else None
-        return self._by_rows(values.mul, B, damping / unit, row, unit, basis.vectors)
+        return self._by_rows(values.mul, B, damping / unit, row, basis.vectors).times(1 / unit)
 
     def _by_rows(
         self,
         multiply: Callable[[Tensor], Tensor],
         B: Tensor,
-        damping: Tensor,
+        damping: float,
         diagonal: Tensor | None,
-        unit: Tensor,
         vectors: Tensor | None = None,
     ) -> Solution:
         """Solve for blocks of outputs as rows; `vectors` are a basis that `multiply` and the solution are in."""
         groups, size, outputs = B.shape
-        X = B.new_empty(groups, outputs, size)
+        X, width = B.new_empty(groups, outputs, size), self._width(B)
         lost: list[Tensor] = []
         dims = (-1,) if self.per_output else (-3, -2, -1)
-        for columns, out in zip(B.split(self._width(B), -1), X.split(self._width(B), -2), strict=True):
+        for columns, out in zip(B.split(width, -1), X.split(width, -2), strict=True):
             rows = columns.mT.contiguous() if vectors is None else columns.mT @ vectors
             found = conjugate_gradients(multiply, rows, damping, self.iterations, dims, diagonal, out)
-            found.solution.div_(unit)
-            lost.append(found.lost.flatten(1).any(-1))
-        return Solution(X.mT, torch.stack(lost).any(0))
+            lost += [found.lost.any()] if found.lost is not None else []
+        return Solution(X.mT, torch.stack(lost).any().view(1) if lost else None)
 
     def _width(self, B: Tensor) -> int:
         """Outputs to work on at a time."""
@@ -156,14 +159,14 @@ class CG(Solver):
         bytes_an_output = ARRAYS * B.element_size() * groups * size
         return max(tuning.CPU_BLOCK_LEAST_OUTPUTS, tuning.CPU_BLOCK_BYTES // bytes_an_output)
 
-    def _unit(self, M: Tensor, damping: float) -> Tensor:
-        """The power of two below the largest entry of M and λ, `[groups, 1, 1]`; 1 where M is not finite."""
-        largest = M.diagonal(dim1=-2, dim2=-1).amax(-1).clamp(min=damping).view(-1, 1, 1)
-        if not self.per_output:  # an inner product sums over groups
-            largest = largest.amax(0, keepdim=True)
-        _, exponent = torch.frexp(largest)
-        return torch.ldexp(torch.ones_like(largest), exponent - 1)
-
 
 ARRAYS = 8
 """Arrays of a right-hand side's shape that the loop works in."""
+
+SAFE = 2.0**-30, 2.0**30
+"""Between these, sums of products of K, S and λ neither over- nor underflow in float32."""
+
+
+def power_of_two(size: float) -> float:
+    """The least power of two above `size`; 1 where that is not finite."""
+    return 2.0 ** math.frexp(size)[1] if math.isfinite(size) else 1.0

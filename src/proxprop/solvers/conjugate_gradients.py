@@ -43,17 +43,17 @@ class Iterate(NamedTuple):
 
     Attributes:
         solution: in the shape of the right-hand side.
-        lost: for each column whether rounding of W, if it was formed as a matrix, may have spoilt it.
+        lost: for each column whether rounding of W, if it was formed as a matrix, may have spoilt it; None for none.
     """
 
     solution: Tensor
-    lost: Tensor
+    lost: Tensor | None
 
 
 def conjugate_gradients(
     multiply: Callable[[Tensor], Tensor],
     B: Tensor,
-    damping: Tensor,
+    damping: float | Tensor,
     iterations: int,
     dims: tuple[int, ...],
     diagonal: Tensor | None = None,
@@ -64,7 +64,7 @@ def conjugate_gradients(
     Args:
         multiply: the product `V -> WV`, freshly made.
         B: right-hand side.
-        damping: λ, a tensor that broadcasts against B.
+        damping: λ.
         iterations: how many steps.
         dims: the dimensions an inner product sums over; each index of the others is a column with its own steps.
         diagonal: in sample space K's diagonal, which broadcasts against B. None takes the Euclidean inner product.
@@ -77,29 +77,32 @@ def conjugate_gradients(
 
 
 class _Iteration:
-    """The arrays and the numbers of each column between two steps; arguments as for `conjugate_gradients`."""
+    """The arrays and the numbers of each column between two steps; arguments as for `conjugate_gradients`.
+
+    For a small layer the calls of torch cost more than the arithmetic, so this takes few of them.
+    """
 
     def __init__(
         self,
         multiply: Callable[[Tensor], Tensor],
         B: Tensor,
-        damping: Tensor,
+        damping: float | Tensor,
         dims: tuple[int, ...],
         diagonal: Tensor | None,
         out: Tensor | None,
     ) -> None:
-        self.multiply, self.damping, self.dims, self.diagonal = multiply, damping, dims, diagonal
-        self.epsilon, self.longest = torch.finfo(B.dtype).eps, damping.reciprocal()
+        self.multiply, self.damping, self.dims = multiply, damping, dims
+        self.precision = torch.finfo(B.dtype)
         self.spare = None if is_transformed(B) else torch.empty_like(B)
         self.first, self.scale = normalize(B, dims, self.spare)
         self.residual = self.search = self.first
         self.W_search = multiply(self.first)
+        self.rounding = None if diagonal is None else diagonal * self.precision.eps
         self.dual_first = self.first if diagonal is None else self.W_search
         self.squared = self.first_squared = self._inner(self.first, self.dual_first)
         self.image, self.length = self._measure(None)
         if diagonal is not None:  # this step leads along the gradient, but its length may be rounding
-            trace = diagonal.sum(dims, keepdim=True)
-            self.length = self.length.maximum((trace + damping).reciprocal())
+            self.length = self.length.maximum(1 / (diagonal.sum(dims, keepdim=True) + damping))
         self.solution = torch.mul(self.length, self.search, out=out)
         self.smallest = self.largest = self.first_length = self.length
         self.energy = self.length * self.squared
@@ -114,78 +117,86 @@ class _Iteration:
             (self.residual, self.search, self.W_search, self.image) if reused else (None,) * 4
         )
         self.residual = torch.addcmul(self.residual, self.length, self.image, value=-1, out=residual)
-        share = quotient(self._inner(self.residual, self.dual_first), self.first_squared, 0.0)
+        share = self._inner(self.residual, self.dual_first).div_(self._positive(self.first_squared))
         self.residual.addcmul_(share, self.first, value=-1)
-        dual = self.residual if self.diagonal is None else self.multiply(self.residual)
+        dual = self.residual if self.rounding is None else self.multiply(self.residual)
         ratio = self._compare(self._inner(self.residual, dual))
         self.search = torch.addcmul(self.residual, ratio, self.search, out=search)
-        if self.diagonal is None:
+        if self.rounding is None:
             self.W_search = self.multiply(self.search)
         else:
             self.W_search = torch.addcmul(dual, ratio, self.W_search, out=W_search)
         self.image, self.length = self._measure(image)
         self.solution.addcmul_(self.length, self.search)
-        self.smallest = torch.where(self.length > 0, self.smallest.minimum(self.length), self.smallest)
+        self.smallest = self.smallest.minimum(self.length)
         self.largest = self.largest.maximum(self.length)
         self.energy = torch.addcmul(self.energy, self.length, self.squared)
         self.steps += 1
 
     def end(self) -> Iterate:
         """The solution, replaced by its first step where rounding turned it uphill."""
-        if self.steps > 1:
-            uphill = self._inner(self.solution, self.dual_first) < 0
-            if self.spare is None or self.spare.is_cuda:  # nothing here can look at a number without waiting
-                self.solution = torch.where(uphill, self.first_length * self.first, self.solution)
-            elif uphill.any():
-                self.solution.copy_(torch.where(uphill, self.first_length * self.first, self.solution))
+        if self.steps == 1:
+            return Iterate(self.solution.mul_(self.scale), None)
+        uphill = self._inner(self.solution, self.dual_first) < 0
+        if self._must_not_wait() or uphill.any():
+            self.solution.copy_(torch.where(uphill, self.first_length * self.first, self.solution))
         return Iterate(self.solution.mul_(self.scale), self._lost())
 
     def _compare(self, squared: Tensor) -> Tensor:
-        """Stop the columns whose new residual is noise, for good; return the ratio to the one before."""
-        floor = self.energy / self.smallest * (ROUNDING * self.epsilon) ** 2
-        if self.diagonal is not None:
-            weighted = torch.mul(self.residual, self.diagonal, out=self.spare)
-            self.noise = weighted.mul_(self.residual).sum(self.dims, keepdim=True).mul_(self.epsilon)
+        """Stop the columns whose new residual is noise, and return the ratio to the one before.
+
+        A column that has stopped takes steps of length zero, so its floor is infinite from then on.
+        """
+        floor = (self.energy / self.smallest).mul_((ROUNDING * self.precision.eps) ** 2)
+        if self.rounding is not None:
+            weighted = torch.mul(self.residual, self.rounding, out=self.spare)
+            self.noise = weighted.mul_(self.residual).sum(self.dims, keepdim=True)
             floor = floor.maximum(self.noise)
-        before = self.squared
-        self.squared = squared.masked_fill_((squared <= floor) | (self.length == 0), 0.0)
-        return quotient(self.squared, before, 0.0)
+        before = self._positive(self.squared)
+        self.squared = squared.masked_fill_(squared <= floor, 0.0)
+        return self.squared / before
 
     def _measure(self, out: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The image `λp + Wp` of the search direction, and the length of the step along it."""
-        image = torch.addcmul(self.W_search, self.search, self.damping, out=out)
-        curvature = self._inner(self.search if self.diagonal is None else self.W_search, image)
-        length = quotient(self.squared, curvature, self.longest)
-        return image, length.clamp_(min=0.0).minimum(self.longest)
+        """The image `λp + Wp` of the search direction, and the length of the step along it.
 
-    def _lost(self) -> Tensor:
+        The curvature is zero where a column has nothing left to solve. Where rounding makes it negative, no step is
+        taken; none is longer than `1/λ`.
+        """
+        if isinstance(self.damping, Tensor):
+            image = torch.addcmul(self.W_search, self.search, self.damping, out=out)
+        else:
+            image = torch.add(self.W_search, self.search, alpha=self.damping, out=out)
+        curvature = self._inner(self.search if self.rounding is None else self.W_search, image)
+        length = self.squared / curvature.masked_fill_(curvature == 0, 1.0)
+        return image, length.clamp_(min=0.0).clamp_(max=1 / self.damping)
+
+    def _lost(self) -> Tensor | None:
         """Whether rounding of W may have spoilt a column.
 
         In feature space it has where a step was taken along a curvature below the rounding of S. In sample space
-        `√noise/λ` bounds what rounding of K hides of D, and `‖D‖² ≥ ‖D‖²_M / ‖M‖`, energy times the smallest step.
+        `√noise/λ` bounds what rounding of K hides of D, and `‖D‖² ≥ ‖D‖²_M / ‖M‖`, energy times the first step.
         """
-        if self.diagonal is None:
-            return self.largest * (SPOILT * self.epsilon) > self.smallest
         if self.noise is None:
-            return torch.zeros_like(self.squared, dtype=torch.bool)
-        hidden = HIDDEN**2 * self.noise * self.longest.square() > self.energy * self.smallest
-        return hidden & (self.squared == 0) & (self.first_squared > 0)
+            return self.largest * (SPOILT * self.precision.eps) > self.first_length
+        stopped = self.squared == 0
+        if not self._must_not_wait() and not stopped.any():
+            return None
+        least = self.energy * self.first_length * (self.damping / HIDDEN) ** 2
+        return (self.noise > least) & stopped
+
+    def _must_not_wait(self) -> bool:
+        """Whether nothing here may look at a number: that would make a GPU wait, and a compiler can't."""
+        return self.spare is None or self.spare.device.type != "cpu"
 
     def _inner(self, left: Tensor, right: Tensor) -> Tensor:
         return torch.mul(left, right, out=self.spare).sum(self.dims, keepdim=True)
 
-
-def quotient(numerator: Tensor, denominator: Tensor, degenerate: Tensor | float) -> Tensor:
-    """`numerator / denominator`, or `degenerate` where the denominator is exactly zero; NaN stays NaN.
-
-    A zero denominator means a column with nothing left to solve, or an A so small that `AᵀA` underflows: there the
-    step length `1/λ` is the exact solution. No epsilon is added, so the result does not depend on the scale of B.
-    """
-    return torch.where(denominator == 0, degenerate, numerator / denominator)
+    def _positive(self, squared: Tensor) -> Tensor:
+        """A square to divide by: where it is zero, so is what is divided. NaN stays NaN."""
+        return squared.clamp(min=self.precision.tiny)
 
 
 def normalize(B: Tensor, dims: tuple[int, ...], spare: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Split B into columns of largest entry 1 and their scale, so that squares neither over- nor underflow."""
-    scale = torch.abs(B, out=spare).amax(dims, keepdim=True)
-    scale = scale.masked_fill_(scale == 0, 1.0)
+    scale = torch.abs(B, out=spare).amax(dims, keepdim=True).clamp_(min=torch.finfo(B.dtype).tiny)
     return B / scale, scale
