@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from proxprop import device
 from proxprop.settings import Settings
 from proxprop.solvers import (
     DIAGONAL,
@@ -17,6 +16,7 @@ from proxprop.solvers import (
     ProductSolve,
     plan,
 )
+from proxprop.solvers.memory import is_transformed
 from proxprop.solvers.plan import remembered_plan
 from proxprop.transfer import LinearTransfer, Parameters, Transfer
 from proxprop.transfer.rotation import always_rotates, mean_dominates, rotate
@@ -136,7 +136,7 @@ def _matrix_free(transfer: Transfer, G: Tensor, settings: Settings) -> tuple[Par
 
 def _should_retry(transfer: Transfer, settings: Settings, failed: Tensor | None) -> bool:
     """Whether to solve again matrix-free what rounding of K or S spoilt: where a CPU can look without waiting."""
-    if failed is None or failed.device.type != "cpu" or device.is_traced():
+    if failed is None or failed.device.type != "cpu" or is_transformed(failed):
         return False
     possible = MATRIX_FREE in settings.solver.spaces and MATRIX_FREE in transfer.spaces
     return possible and bool(failed.any())

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from proxprop.solvers.memory import is_transformed
+
 
 @dataclass
 class FailureWarner:
@@ -26,7 +28,7 @@ class FailureWarner:
             failed: true where the solve failed.
             reason: what the warning says, `Solver.failure`.
         """
-        if failed is None or self.warned or failed.is_meta or torch.compiler.is_compiling():
+        if failed is None or self.warned or failed.is_meta or is_transformed(failed):
             return
         if failed.device.type != "cuda":
             self._warn_if(any(failed.tolist()), layer, reason)
