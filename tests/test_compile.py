@@ -54,6 +54,53 @@ def test_batches_of_changing_size() -> None:
         assert_same(directions(model, images(batch), compiled), directions(model, images(batch)))
 
 
+class Residual(nn.Module):
+    """Convolutions as in a residual network: strided, without a bias, with a shortcut and an activation in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shortcut = nn.Conv2d(1, 4, 3, 2, 1, bias=False), nn.Conv2d(1, 4, 1, 2)
+        self.norm, self.second, self.head = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3, 1, 1), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.relu(self.norm(self.first(x)), inplace=True)
+        return self.head((self.second(y) + self.shortcut(x)).mean((2, 3)))
+
+
+@works("`torch.compile`, batches of changing size")
+@pytest.mark.parametrize("dynamic", [None, True, False])
+@pytest.mark.parametrize(
+    ("solver", "space"), [(CG(2), "sample"), (CG(2), "feature"), (Exact(), None)], ids=str
+)
+def test_convolutions_with_symbolic_sizes(solver, space: str | None, dynamic: bool | None) -> None:
+    torch.manual_seed(0)
+    model = proxprop.convert(Residual().double(), solver, tau_theta=0.7, space=space)
+    compiled = torch.compile(model, backend="aot_eager", dynamic=dynamic)
+    for batch in (3, 5):
+        assert_same(directions(model, images(batch), compiled), directions(model, images(batch)), 1e-9)
+
+
+@works("`torch.compile`, batches of changing size")
+def test_symbolic_sizes_in_bfloat16_with_channels_last() -> None:
+    torch.manual_seed(0)
+    form = {"dtype": torch.bfloat16, "memory_format": torch.channels_last}
+    model = proxprop.convert(Residual().to(**form), CG(2), tau_theta=0.7)
+    compiled = torch.compile(model, backend="aot_eager", dynamic=True)
+    for batch in (3, 5):
+        input = images(batch).to(**form)
+        assert_same(directions(model, input, compiled), directions(model, input), 1e-2)
+
+
+# torch's own: the benchmarks that choose a product ask for what torch has deprecated
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+@works("`torch.compile` of the model, with and without `fullgraph`")
+def test_products_that_inductor_chooses_among() -> None:
+    torch.manual_seed(0)
+    model = proxprop.convert(nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3)), CG(2))
+    compiled, input = torch.compile(model, mode="max-autotune-no-cudagraphs"), torch.randn(6, 16)
+    assert_same(directions(model, input, compiled), directions(model, input), 1e-5)
+
+
 @works("`torch.compile` under autocast")
 def test_under_autocast() -> None:
     model, input = small_model(dtype=torch.float32), images(dtype=torch.float32)

@@ -44,7 +44,7 @@ def directions(
 ) -> dict[str, Tensor]:
     """What one backward pass leaves in `.grad`; `call` runs the model if it is not called as it is."""
     model.zero_grad()
-    loss_of(call or model, input).backward()
+    loss_of(model if call is None else call, input).backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 

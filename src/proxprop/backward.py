@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from proxprop import device, tuning
 from proxprop.direction import Direction, planned, prepare, solve
@@ -15,6 +14,7 @@ from proxprop.failures import FailureWarner
 from proxprop.settings import Settings
 from proxprop.side_streams import SideSolve
 from proxprop.solvers import SAMPLE, Plan
+from proxprop.torch_internals import in_transform
 from proxprop.transfer import LayerCall, Parameters, Shapes, Transfer
 
 Observer = Callable[[Transfer, Tensor, Direction, Settings], None]
@@ -189,9 +189,7 @@ def refuse_second_derivative(layer: str) -> None:
 
 def refuse_transforms(layer: str) -> None:
     """Raise RuntimeError inside torch.func's transforms and forward-mode differentiation."""
-    if not torch.compiler.is_compiling() and (
-        forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
-    ):
+    if not torch.compiler.is_compiling() and in_transform():
         raise RuntimeError(
             f"{layer}: a direction belongs to a whole batch and is not a derivative, so a proximal "
             "layer that trains refuses torch.func's grad, vjp and jvp, vmap and forward-mode differentiation. Use "

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from proxprop.torch_internals import dispatch_modes
 from proxprop.tuning import FAST_BFLOAT16
 
 _coarse = ContextVar("coarse", default=False)
@@ -29,7 +30,7 @@ def use_triton(array: Tensor) -> bool:
 
 def is_traced() -> bool:
     """Whether operations are compiled, or pass through a mode of torch's dispatch."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return torch.compiler.is_compiling() or dispatch_modes() > 0
 
 
 def use_fp16_products(array: Tensor) -> bool:

@@ -5,11 +5,9 @@ over the rank's samples and as many samples on every rank, B is the gradient of 
 D is the direction of one process with the concatenated batch.
 """
 
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -18,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from proxprop.packing import BUCKET_BYTES, pack, packed_size, unpack
+from proxprop.torch_internals import active_ddp, sharded_modules, timeout
 
 
 def several_ranks() -> bool:
@@ -77,7 +76,7 @@ class Ranks:
         """Sums over a group of our own, so that our calls and the wrapper's need no common order."""
         if len(ranks) == 1:
             return None
-        group = dist.new_group(ranks, timeout=_timeout(), use_local_synchronization=True)
+        group = dist.new_group(ranks, timeout=timeout(dist.group.WORLD), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         return Sums(group, self.traffic)
 
@@ -91,26 +90,8 @@ def refuse_flat_parameters(model: nn.Module) -> None:
         )
 
 
-def _timeout() -> timedelta | None:
-    """The timeout that the user gave to init_process_group; a new group would fall back to torch's default."""
-    world = dist.group.WORLD
-    assert world is not None
-    options = world._get_backend(_device(world)).options
-    found: timedelta | None = getattr(options, "_timeout", None)
-    return found
-
-
-def _device(group: dist.ProcessGroup) -> torch.device:
-    return group._device_types[0]
-
-
 def _is_ddp(module: object) -> bool:
     return dist.is_available() and isinstance(module, nn.parallel.DistributedDataParallel)
-
-
-def active_ddp() -> Any:
-    """The DistributedDataParallel whose forward is running; None outside of one."""
-    return nn.parallel.DistributedDataParallel._get_active_ddp_module()
 
 
 _told: set[str] = set()
@@ -150,9 +131,8 @@ def _data_parallel(layer: nn.Module) -> str:
     if layer in _seen:
         return ""
     _seen.add(layer)
-    states = sys.modules.get("torch.distributed._composable_state")
-    roots = list(states._module_state_mapping) if states is not None else []
-    return "fully_shard" if any(layer is module for root in roots for module in root.modules()) else ""
+    inside = (module for root in sharded_modules() for module in root.modules())
+    return "fully_shard" if any(layer is module for module in inside) else ""
 
 
 @dataclass

@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from proxprop import device, tuning
+from proxprop import device, torch_internals, tuning
 from proxprop.direction import PreparedSamples
 from proxprop.distributed import several_ranks
 from proxprop.solvers import DIAGONAL
@@ -55,8 +55,8 @@ class SideStreams:
     def prepare_expected(self) -> None:
         """Prepare what this backward pass will come to, the first to be needed first."""
         nodes = [node for reference in self.expected.keyrefs() if (node := reference()) is not None]
-        due = [node for node in nodes if torch._C._will_engine_execute_node(node)]
-        for node in sorted(due, key=lambda node: -node._sequence_nr()):
+        due = [node for node in nodes if torch_internals.is_due(node)]
+        for node in sorted(due, key=torch_internals.sequence_number, reverse=True):
             if (prepare := self.expected.pop(node, None)) is not None:
                 prepare(node)
 
@@ -129,7 +129,7 @@ class SideSolve:
         for view in views:
             if view is not None and view.requires_grad:
                 node: Any = view.grad_fn
-                node._set_sequence_nr(0)
+                torch_internals.run_last(node)
                 node.register_prehook(lambda directions: self.held.clear())
 
 
@@ -169,7 +169,7 @@ def pays(spaces: Sequence[str], output: Tensor, views: Sequence[Tensor | None]) 
         or several_ranks()
     ):
         return False
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+    if torch_internals.saved_tensors_are_hooked():
         return False
     trained = [view for view in views if view is not None and view.requires_grad]
     unknowns = min(output.numel(), sum(view.numel() for view in trained))
@@ -177,5 +177,5 @@ def pays(spaces: Sequence[str], output: Tensor, views: Sequence[Tensor | None]) 
 
 
 def _can_wait(view: Tensor) -> bool:
-    parameter = view._base
-    return parameter is not None and not getattr(parameter, "_post_accumulate_grad_hooks", None)
+    parameter = torch_internals.viewed(view)
+    return parameter is not None and not torch_internals.steps_in_backward(parameter)

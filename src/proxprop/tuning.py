@@ -1,6 +1,8 @@
 """Tuned constants: what each limits, and the record under `results/bench/` it was tuned by.
 
 None of them changes an answer. They choose between ways of computing the same numbers.
+They are whole numbers: `torch.compile(dynamic=True)` makes floats inputs of the graph that reads them first, and fails
+where another layer's backward reads them too.
 """
 
 # Products of matrices (`solvers/matmul.py`)
@@ -8,7 +10,7 @@ None of them changes an answer. They choose between ways of computing the same n
 FAST_BFLOAT16 = ((8, 0), (9, 0), (10, 0), (10, 3))
 """Compute capabilities with at least fifteen times as many FLOPs in bfloat16 as in float32 (h200.json)."""
 
-TERMS_LEAST_FLOPS = 5e8
+TERMS_LEAST_FLOPS = 5 * 10**8
 """Smallest product that tensor cores multiply in bfloat16 terms; launches bound smaller ones (h200.json)."""
 
 TERMS_LONGEST_SUM = 1024
@@ -17,7 +19,7 @@ TERMS_LONGEST_SUM = 1024
 TERMS_LEAST_SPLIT_BYTES = 2**25
 """Smallest stack of terms that two products share to save memory; one product is faster (h200.json)."""
 
-SQUARE_LEAST_FLOPS = 1e10
+SQUARE_LEAST_FLOPS = 10**10
 """Smallest `AAᵀ` that is worth a transposed copy of A on a GPU (h200.json)."""
 
 FP16_LEAST_SIZE = 1024
@@ -102,16 +104,16 @@ GEOMETRIES = 256
 
 # Prices for the cost model (`solvers/plan.py`), in FLOPs of a product with K or S
 
-OWN_PRICE_ON_A_GPU = 2.0
+OWN_PRICE_ON_A_GPU = 2
 """Price of a FLOP of a layer's own products, which do not run in terms on tensor cores (h200-spaces.json)."""
 
-OWN_PRICE_IN_BFLOAT16 = 7.0
+OWN_PRICE_IN_BFLOAT16 = 7
 """The same for linear layers with bfloat16 inputs, where S is one product (h200-spaces-bf16.json)."""
 
-TRANSFORM_PRICE_ON_A_GPU = 12.0
+TRANSFORM_PRICE_ON_A_GPU = 12
 """Price of a FLOP of a Fourier transform and what goes with it (h200-spaces.json)."""
 
-TRANSFORM_PRICE_IN_BFLOAT16 = 72.0
+TRANSFORM_PRICE_IN_BFLOAT16 = 72
 """The same where a product takes bfloat16 numbers as they are (h200-spaces-bf16.json)."""
 
 # Triton kernels (`kernels/`)

@@ -24,6 +24,7 @@ from proxprop.deferred.together import Directions
 from proxprop.deferred.watch import Watch
 from proxprop.distributed import mesh_of
 from proxprop.nn import ProximalLayer
+from proxprop.torch_internals import backward_pass
 
 
 class Attachment:
@@ -245,7 +246,7 @@ class Attached(Joins):
 
         The closure may zero the gradient first, or add a last micro-batch to it.
         """
-        if torch._C._current_graph_task_id() != -1:
+        if backward_pass() != -1:
             raise RuntimeError(
                 "an optimizer stepped inside backward, where S is not complete yet. In deferred mode step after "
                 "backward, or call .detach() on what proxprop.attach returned and let each layer solve inside backward"

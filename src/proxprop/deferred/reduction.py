@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from proxprop.deferred.joint import Term
 from proxprop.deferred.system import System
-from proxprop.distributed import Bucket, Ranks, Sums, active_ddp, several_ranks
+from proxprop.distributed import Bucket, Ranks, Sums, several_ranks
 from proxprop.packing import buckets
+from proxprop.torch_internals import active_ddp, tree_flatten
 
 Sent = tuple[list[System], Bucket]
 
@@ -171,7 +171,7 @@ class Reduction:
                 begun.append(True)
                 self._begin(synchronised)
 
-        for tensor in tree_leaves(output):
+        for tensor in tree_flatten(output)[0]:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(begin)
 

@@ -21,6 +21,7 @@ from proxprop.deferred.operator import (
 )
 from proxprop.deferred.system import System
 from proxprop.solvers import Exact
+from proxprop.torch_internals import add_all, multiply_all, norms
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,14 @@ def update(pairs: Sequence[tuple[Average, Average]], decay: float) -> None:
     """
     averaged, averaged_samples = zip(*(average for average, _ in pairs), strict=True)
     summed, samples = zip(*(step for _, step in pairs), strict=True)
-    broken = ~torch.stack(torch._foreach_norm(summed, math.inf)).isfinite()
+    broken = ~torch.stack(norms(summed, math.inf)).isfinite()
     kept = summed[0].new_full(broken.shape, decay).masked_fill_(broken, 1.0).unbind()
     counts = torch.stack(samples).masked_fill_(broken, 0.0).unbind()
     for S, left_out in zip(summed, broken.unbind(), strict=True):
         S.masked_fill_(left_out, 0.0)
     for held, new in ((averaged, summed), (averaged_samples, counts)):
-        torch._foreach_mul_(held, kept)
-        torch._foreach_add_(held, new)
+        multiply_all(held, kept)
+        add_all(held, new)
 
 
 @dataclass(eq=False)

@@ -15,6 +15,7 @@ from torch import Tensor
 from proxprop.deferred.equation import Block, Equation
 from proxprop.distributed import mesh_of
 from proxprop.solvers import DIAGONAL
+from proxprop.torch_internals import local_rows
 from proxprop.transfer import Shapes, Transfer
 
 
@@ -130,10 +131,4 @@ def _shard_of(full: Tensor, parameter: Any) -> Tensor:
 
 def _entries(block: Block) -> slice:
     """The rows of a table that this rank holds."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    parameter: Any = block.parameter
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return slice(offset[0], offset[0] + shape[0])
+    return local_rows(block.parameter)

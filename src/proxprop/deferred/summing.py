@@ -25,6 +25,7 @@ from proxprop.backward import (
 )
 from proxprop.deferred.system import System
 from proxprop.solvers import DIAGONAL
+from proxprop.torch_internals import is_due
 from proxprop.transfer import Affine, Transfer
 
 
@@ -132,7 +133,7 @@ def _summed_once(ctx: Any, transfer: Transfer, G: Tensor, dtype: torch.dtype) ->
     if not torch.compiler.is_compiling():
         # Whether this pass adds to the leaves; `torch.autograd.grad` does not.
         (leaf, _), *_ = ctx.next_functions[-count:]
-        ctx.summed = torch._C._will_engine_execute_node(leaf)
+        ctx.summed = is_due(leaf)
         if not ctx.summed and device.is_captured(G):
             _refuse_gradients_alone(ctx, count)
         if ctx.summed and system.keep(transfer, dtype):
@@ -144,7 +145,7 @@ def _summed_once(ctx: Any, transfer: Transfer, G: Tensor, dtype: torch.dtype) ->
 def _refuse_gradients_alone(ctx: Any, leaves: int) -> None:
     """Raise RuntimeError if a CUDA graph is being made of gradients that no S will ever be summed for."""
     own = [node for node, _ in ctx.next_functions[1:-leaves] if node is not None]
-    if any(torch._C._will_engine_execute_node(node) for node in own):
+    if any(is_due(node) for node in own):
         raise RuntimeError(
             f"{ctx.task.layer}: in deferred mode a step needs S beside the gradient, but a CUDA graph is "
             "captured of torch.autograd.grad, as torch.cuda.make_graphed_callables does, which asks for gradients "

@@ -19,6 +19,7 @@ from proxprop.deferred.operator import Inverse, Operator
 from proxprop.deferred.step import direct
 from proxprop.device import round_up
 from proxprop.distributed import mesh_of
+from proxprop.torch_internals import copy_all
 from proxprop.transfer import Affine, BilinearTransfer, ConvTransfer, LinearTransfer, NormTransfer
 
 TOGETHER_BYTES = 64 * 2**20
@@ -118,7 +119,7 @@ class Stack:
                 D = [(b * self.wb).baddbmm_(W, self.ww), (b * self.bb).baddbmm_(W, self.bw)]
         gradients = [weights, biases] if biases else [weights]
         found = [d.reshape(len(g), *g[0].shape).unbind() for d, g in zip(D, gradients, strict=True)]
-        torch._foreach_copy_([*weights, *biases], [part for parts in found for part in parts])
+        copy_all([*weights, *biases], [part for parts in found for part in parts])
 
     def _gradients(self, blocks: Iterable[Block]) -> list[Tensor] | None:
         """The blocks' gradients; None where one is missing, sparse or elsewhere."""

@@ -4,13 +4,13 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from proxprop.deferred.running import Cluster
 from proxprop.deferred.shards import local
 from proxprop.deferred.system import weakly
 from proxprop.distributed import mesh_of
+from proxprop.torch_internals import after_backward_pass, backward_pass, stored_entries, writes
 
 NONE = -1
 """Stands for a gradient that is not there, where others have a number."""
@@ -51,7 +51,7 @@ class Watch:
 
     def notice(self, _: Tensor | None = None) -> None:
         """A gradient, or S, is about to be added to."""
-        task = torch._C._current_graph_task_id()
+        task = backward_pass()
         if task == self._task:
             return
         self._task, self._summed = task, False
@@ -59,7 +59,7 @@ class Watch:
             self._forget_if_zeroed()
         before = self._current()
         mixed = self._among(before) or (self._mixed and before == self._versions)
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._note_pass(before, mixed))
+        after_backward_pass(lambda: self._note_pass(before, mixed))
 
     def note_sum(self) -> None:
         """S was added to."""
@@ -97,14 +97,14 @@ class Watch:
         gradients = [(p.grad, version) for p, version in last if version != NONE or not seen]
         # FSDP2 keeps gradients to itself until it averages them: there, None says nothing before the first was seen.
         none = not seen and not self._spread and all(g is None for g, _ in gradients)
-        empty = any(g is not None and g.is_sparse and g._nnz() == 0 for g, _ in gradients)
+        empty = any(g is not None and g.is_sparse and stored_entries(g) == 0 for g, _ in gradients)
         if none or empty or (seen and any(g is None for g, _ in gradients)):
             for system in self.systems:
                 system.forget()
         if none or self._spread:
             return
         for gradient, version in gradients:
-            if gradient is None or gradient.is_sparse or gradient._version == version:
+            if gradient is None or gradient.is_sparse or writes(gradient) == version:
                 continue
             self._clear(~gradient.any())
 
@@ -147,11 +147,11 @@ class Watch:
 
     def _current(self) -> list[int]:
         """How often each gradient that is there was written to."""
-        found = [NONE if (g := p.grad) is None else g._version for p in self.parameters]
+        found = [NONE if (g := p.grad) is None else writes(g) for p in self.parameters]
         if not self._spread:
             return found
         # A DTensor counts what it is asked to do, and the tensor inside what FSDP2 and we do to that.
-        inside = (NONE if (g := p.grad) is None else local(g)._version for p in self.parameters)
+        inside = (NONE if (g := p.grad) is None else writes(local(g)) for p in self.parameters)
         return [own if own == NONE else own + more for own, more in zip(found, inside, strict=True)]
 
     def _place(self, parameter: nn.Parameter) -> int:

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from math import sqrt
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from proxprop.nn.layer import Part, ProximalLayer, detached, parameter_views, under_autocast
+from proxprop.torch_internals import is_batched_attention
 from proxprop.transfer import LinearCall
 
 
@@ -48,7 +49,7 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
         masks = (key_padding_mask, attn_mask)
-        batched = functional._mha_shape_check(query, key, value, *masks, self.num_heads)  # type: ignore[attr-defined]
+        batched = is_batched_attention((query, key, value), masks, self.num_heads)
         hinted = is_causal and key_padding_mask is None and not need_weights  # torch then trusts the hint
         q, k, v = (self._heads(x, batched) for x in self._project(query, key, value))
         if not batched and key_padding_mask is not None:
@@ -70,7 +71,7 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[Tensor]:
         """Query, key and value projected; one product for as many as share input and weight."""
-        if not self._qkv_same_embed_dim:
+        if not self._packs():
             biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
             for x, weight, bias, part in zip((query, key, value), weights, biases, "qkv", strict=True):
@@ -86,6 +87,10 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
         for x, weight, bias, part in zip(inputs, self.in_proj_weight.split(rows), biases, parts, strict=True):
             yield from self._linear(x, weight, bias, part).chunk(len(part), dim=-1)
 
+    def _packs(self) -> bool:
+        """Whether query, key and value share one weight."""
+        return cast(Tensor | None, self.q_proj_weight) is None
+
     def _project_out(self, mixed: Tensor) -> Tensor:
         return self._linear(mixed, self.out_proj.weight, self.out_proj.bias, "out", owner=self.out_proj)
 
@@ -100,14 +105,14 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
     def _parts(self) -> dict[str, Part]:
         """Query, key and value, alone or together as inputs are shared, and the output projection."""
         whole, width = slice(None), self.embed_dim
-        bias = self.in_proj_bias is not None
+        packed, bias = self._packs(), self.in_proj_bias is not None
         out = ("out_proj.weight", whole), ("out_proj.bias", whole) if self.out_proj.bias is not None else None
         parts = {"out": Part(out, LinearCall())}
-        for part in ("q", "k", "v") if not self._qkv_same_embed_dim else ("q", "k", "v", "kv", "qkv"):
+        for part in ("q", "k", "v", "kv", "qkv") if packed else ("q", "k", "v"):
             start = "qkv".index(part) * width
             rows = slice(start, start + len(part) * width)
-            weight = ("in_proj_weight", rows) if self._qkv_same_embed_dim else (f"{part}_proj_weight", whole)
-            usual = part == "qkv" or not self._qkv_same_embed_dim
+            weight = ("in_proj_weight", rows) if packed else (f"{part}_proj_weight", whole)
+            usual = part == "qkv" or not packed
             parts[part] = Part((weight, ("in_proj_bias", rows) if bias else None), LinearCall(), usual)
         return parts
 

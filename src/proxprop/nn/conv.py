@@ -5,6 +5,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from proxprop.nn.layer import Part, ProximalLayer, detached, parameter_views, under_autocast
+from proxprop.torch_internals import convolve, output_padding
 from proxprop.transfer import ConvCall, ConvGeometry, ConvTransposeCall
 from proxprop.transfer.conv_transpose import CONVOLVE_TRANSPOSED
 
@@ -21,7 +22,7 @@ class ConvLayer(ProximalLayer):
             return cast(Tensor, super().forward(input))
         input, parameters = under_autocast(input), parameter_views(conv.weight, conv.bias)
         weight, bias = detached(conv.weight, conv.bias)
-        output = conv._conv_forward(input, weight, bias)
+        output = convolve(conv, input, weight, bias)
         return self._attach(output, ConvCall(geometry(conv)), (input,), parameters)
 
     def _parts(self) -> dict[str, Part]:
@@ -57,12 +58,9 @@ class ConvTransposeLayer(ProximalLayer):
         input, parameters = under_autocast(input), parameter_views(conv.weight, conv.bias)
         weight, bias = detached(conv.weight, conv.bias)
         walk = geometry(conv)
-        stride, widths, taps, dilation = map(
-            list, (walk.stride, walk.widths, walk.filter_size, walk.dilation)
-        )
-        extra = conv._output_padding(input, output_size, stride, widths, taps, len(taps), dilation)
-        output = CONVOLVE_TRANSPOSED[len(taps)](
-            input, weight, bias, stride, widths, extra, walk.groups, dilation
+        extra = output_padding(conv, input, output_size)
+        output = CONVOLVE_TRANSPOSED[len(extra)](
+            input, weight, bias, walk.stride, walk.widths, extra, walk.groups, walk.dilation
         )
         return self._attach(output, ConvTransposeCall(walk), (input,), parameters)
 

@@ -19,7 +19,17 @@ class AnyLinearInParameters(MixedLayer):
 
     spaces = AutogradTransfer.spaces
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @classmethod
+    def mixed(cls, plain: type[nn.Module], **options: Any) -> type[MixedLayer]:
+        """As of any mix-in, but its forward stays out of torch.compile's reach.
+
+        That is said here because `torch.compiler.disable` imports the compiler, which takes seconds.
+        """
+        found = super().mixed(plain, **options)
+        if "forward" not in vars(found):
+            found.forward = torch.compiler.disable(cls.forward)
+        return found
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The plain class's own forward; under torch.compile it runs uncompiled."""
         if not self._trains():

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from proxprop import device, tuning
 from proxprop.solvers import eigenbasis
 from proxprop.solvers.conjugate_gradients import conjugate_gradients
+from proxprop.solvers.matmul import times
 from proxprop.solvers.memory import is_transformed
 from proxprop.solvers.solver import (
     FEATURE,
@@ -119,7 +121,9 @@ class CG(Solver):
         scale = torch.ldexp(torch.ones_like(mantissa), -exponent)
         column = (diagonal * scale).unsqueeze(-1) if space == SAMPLE else None
         dims = (-2,) if self.per_output else (-3, -2, -1)
-        found = conjugate_gradients((M * scale).bmm, B, damping * scale, self.iterations, dims, column)
+        found = conjugate_gradients(
+            partial(times, M * scale), B, damping * scale, self.iterations, dims, column
+        )
         return Solution(found.solution * scale, found.lost.any().view(1) if found.lost is not None else None)
 
     def _in_eigenbasis(self, basis: eigenbasis.Basis, B: Tensor, damping: float) -> Solution:

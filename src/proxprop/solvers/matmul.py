@@ -46,6 +46,22 @@ def transposed_product(left: Tensor, right: Tensor | None = None, precise: bool 
     return in_parts(lambda a, b, total: multiply(a.mT, b, total), factors, flops, precise)
 
 
+def times(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """`left·right` for each group."""
+    if _is_one_matrix(left):
+        return torch.mm(left[0], right[0])[None]
+    return torch.bmm(left, right, out=out)
+
+
+def _is_one_matrix(array: Tensor) -> bool:
+    """Whether a product should be one of matrices, not a batched one, since there is one group.
+
+    Under a compiler: Inductor's template for a batched product on a CPU fails where several operations read the result
+    (torch 2.13).
+    """
+    return torch.compiler.is_compiling() and array.dim() == 3 and len(array) == 1
+
+
 def square(A: Tensor) -> Tensor:
     """`AAᵀ [groups, samples, samples]` for A `[groups, samples, features]`; in float32 where A is bfloat16."""
     if _half_pays(A, A.shape[-2]):
@@ -139,6 +155,8 @@ def in_parts(product: Product, factors: list[Tensor], flops: float, precise: boo
 
 def multiply(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
     """`left·right`, with float32 sums of bfloat16 or float16 products; matrices can add it to a total."""
+    if _is_one_matrix(left):
+        return multiply(left[0], right[0])[None]
     half = left.dtype in (torch.bfloat16, torch.float16)
     # torch has products with sums of another precision on a GPU alone, and can't count their FLOPs
     if half and (is_transformed(left) or not left.is_cuda):

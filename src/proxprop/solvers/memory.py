@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from proxprop.device import is_traced
+from proxprop.torch_internals import is_batched_or_differentiated
 
 
 def in_huge_pages(array: Tensor) -> Tensor:
@@ -39,6 +40,4 @@ def is_transformed(tensor: Tensor) -> bool:
     """Whether operations on a tensor are traced, batched or differentiated, and can't write where they are told to."""
     if type(tensor) is not Tensor or is_traced():
         return True
-    functorch = torch._C._functorch
-    kinds = functorch.is_batchedtensor, functorch.is_legacy_batchedtensor, functorch.is_gradtrackingtensor
-    return any(kind(tensor) for kind in kinds) or (tensor.requires_grad and torch.is_grad_enabled())
+    return is_batched_or_differentiated(tensor) or (tensor.requires_grad and torch.is_grad_enabled())

@@ -25,6 +25,7 @@ class Affine(Transfer):
     def __init__(self, weight_shape: torch.Size | None, bias: bool) -> None:
         self.weight_shape = weight_shape
         self.bias = bias
+        self.ones = int(bias)  # columns of ones; a truth value can't be added to a symbolic size
 
     output_shape: torch.Size
 
@@ -98,7 +99,7 @@ class Affine(Transfer):
 
     def from_features(self, V: Tensor) -> Parameters:
         """The inverse of `to_features`; views of V where possible."""
-        inputs = V.shape[-2] - self.bias
+        inputs = V.shape[-2] - self.ones
         weight = self._weight(V[:, :inputs]) if self.weight_shape else None
         bias = V[:, inputs].reshape(-1).clone() if self.bias else None  # a view would keep all of V
         return weight, bias
@@ -106,7 +107,7 @@ class Affine(Transfer):
     def _columns(self, weight: Tensor) -> Tensor:
         """A weight in its own layout as `[groups, features, outputs]`."""
         groups, _, features, outputs = self.sizes
-        return weight.reshape(groups, outputs, features - self.bias).mT
+        return weight.reshape(groups, outputs, features - self.ones).mT
 
     def _weight(self, columns: Tensor) -> Tensor:
         """The inverse of `_columns`."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from proxprop.solvers import MATRIX_FREE, Sizes
+from proxprop.torch_internals import TreeSpec, clear_hooks, tree_flatten, tree_unflatten
 from proxprop.transfer.transfer import LayerCall, Parameters, Shapes, Transfer
 
 
@@ -40,7 +40,7 @@ class AutogradTransfer(Transfer):
     ) -> None:
         self.module, self.arguments, self.keywords = module, arguments, dict(keywords)
         for part in module.modules():
-            _clear_hooks(part)
+            clear_hooks(part)
             floating = {
                 name: b for name, b in part._buffers.items() if b is not None and b.is_floating_point()
             }
@@ -92,13 +92,8 @@ def copied(module: nn.Module) -> nn.Module:
     """
     shared: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
     copy = deepcopy(module, shared)
-    _clear_hooks(copy)
+    clear_hooks(copy)
     return copy
-
-
-def _clear_hooks(module: nn.Module) -> None:
-    for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
-        hooks.clear()
 
 
 TENSOR = object()

@@ -37,7 +37,7 @@ class BilinearTransfer(Affine):
         self.right = right.reshape(-1, right.shape[-1])
         self.output_shape = output_shape
         inputs = left.shape[-1] * right.shape[-1] if weight_shape else 0
-        self.sizes = Sizes(1, len(self.left), inputs + bias, output_shape[-1])
+        self.sizes = Sizes(1, len(self.left), inputs + self.ones, output_shape[-1])
 
     def rows(self) -> Tensor:
         """Outer products `[1, samples, features1·features2]`."""

@@ -53,7 +53,7 @@ class ConvTransfer(Affine):
         batch = self.batched.shape[0]
         inputs = self.batched.shape[1] // geometry.groups * prod(geometry.filter_size) if weight_shape else 0
         self.sizes = Sizes(
-            geometry.groups, batch * prod(positions), inputs + bias, channels // geometry.groups
+            geometry.groups, batch * prod(positions), inputs + self.ones, channels // geometry.groups
         )
         self.batched_shape = torch.Size([batch, channels, *positions])
         self._chosen: GramMethod | None = None
@@ -95,7 +95,7 @@ class ConvTransfer(Affine):
             G: `[batch, outputs, *positions]`; without it there is no gradient.
         """
         groups, _, features, outputs = self.sizes
-        inputs, dtype = features - self.bias, wide(self.batched)
+        inputs, dtype = features - self.ones, wide(self.batched)
         S = self.batched.new_zeros(groups, inputs, inputs, dtype=dtype)
         sums = self.batched.new_zeros(groups, inputs, dtype=dtype)
         weight = self.batched.new_zeros(outputs if G is not None else 0, inputs, dtype=dtype)
@@ -259,7 +259,7 @@ class ConvTransfer(Affine):
         patches: Tensor = windows.unflatten(1, (g.groups, -1))
         positions, taps = range(3, 3 + d), range(3 + d, 3 + 2 * d)
         patches = patches.permute(1, 0, *positions, *((*taps, 2) if self.coarse else (2, *taps)))
-        return patches.reshape(g.groups, -1, self.sizes.features - self.bias)
+        return patches.reshape(g.groups, -1, self.sizes.features - self.ones)
 
     def _channels_first(self, array: Tensor, dim: int) -> Tensor:
         """Features in the order of a weight, from that of patches."""

@@ -41,7 +41,7 @@ class LinearTransfer(Affine):
         self.transposed = transposed
         self.coarse = input.dtype == torch.bfloat16
         inputs = input.shape[-1] if weight_shape else 0
-        self.sizes = Sizes(1, self.input.shape[0], inputs + bias, output_shape[-1])
+        self.sizes = Sizes(1, self.input.shape[0], inputs + self.ones, output_shape[-1])
 
     def with_rows(self, A: Tensor) -> "LinearTransfer":
         """A call of the same layer with the rows `A [samples, features]`, the ones column left out."""
@@ -98,7 +98,7 @@ class LinearTransfer(Affine):
 
     def is_narrow(self) -> bool:
         """Whether a matrix of samples is multiplied by the input with less work than by G."""
-        inputs = self.sizes.features - self.bias
+        inputs = self.sizes.features - self.ones
         return not self.coarse and 0 < inputs < self.sizes.outputs
 
     def direction(self, left: Tensor, right: Tensor) -> Parameters:

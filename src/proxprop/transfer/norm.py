@@ -45,7 +45,7 @@ class NormTransfer(Affine):
         self.broadcast = [1] * trailing + list(shape) + [1] * (normalized.dim() - trailing - len(shape))
         self.sums = [i for i in range(normalized.dim()) if not trailing <= i < trailing + len(shape)]
         samples = normalized.numel() // shape.numel()
-        self.sizes = Sizes(shape.numel(), samples, (weight_shape is not None) + self.bias, 1)
+        self.sizes = Sizes(shape.numel(), samples, int(weight_shape is not None) + self.ones, 1)
 
     def gram(self) -> Tensor:
         """`[[Σx̂², Σx̂], [Σx̂, N]]` for every channel, by sums in place."""
