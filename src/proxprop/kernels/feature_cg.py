@@ -14,7 +14,7 @@ from proxprop.device import round_up
 from proxprop.kernels import split_fp16
 from proxprop.kernels.launch import launches, on_its_device
 from proxprop.kernels.split_fp16 import power, store_parts, unscaled
-from proxprop.kernels.stopping import epsilon, floor_of, smaller, step_length, still_going
+from proxprop.kernels.stopping import epsilon, floor_of, share_of, smaller, step_length, still_going
 from proxprop.solvers.conjugate_gradients import SPOILT
 
 
@@ -144,6 +144,8 @@ def _advance_whole(
     tl.store(D + at, solution, mask=inside)
     if not LAST:
         residual -= length[None, :] * image
+        if FIRST:
+            residual -= share_of(tl.sum(residual * search, axis=0), squared)[None, :] * search
         after = still_going(tl.sum(residual * residual, axis=0), floor, squared, length)
         search = residual + tl.where(squared == 0, 0.0, after / squared)[None, :] * search
         tl.store(SQUARED + at_column, after, mask=in_column)
@@ -184,7 +186,7 @@ def _advance(
     length = step_length(squared, curvature, damping)
     floor = _note(length, squared, ENERGY, SMALLEST, LARGEST, at_column, in_column, epsilon, FIRST)
 
-    after = tl.zeros((COLUMNS,), tl.float32)
+    after, overlap = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
     for first in range(0, features, ROWS):
         row = first + tl.arange(0, ROWS)
         inside = (row < features)[:, None] & in_column[None, :]
@@ -202,11 +204,14 @@ def _advance(
             residual = tl.load(RESIDUAL + at, mask=inside, other=0.0)
             residual -= length[None, :] * (damping * search + S_search)
             after += tl.sum(residual * residual, axis=0)
+            if FIRST:
+                overlap += tl.sum(residual * search, axis=0)
             tl.store(RESIDUAL + at, residual, mask=inside)
 
     if not LAST:
         tl.debug_barrier()
-        after = still_going(after, floor, squared, length)
+        share = share_of(overlap, squared)
+        after = still_going(after - share * overlap, floor, squared, length)
         tl.store(SQUARED + at_column, after, mask=in_column)
         ratio = tl.where(squared == 0, 0.0, after / squared)
         largest = tl.zeros((COLUMNS,), tl.float32)
@@ -215,7 +220,11 @@ def _advance(
             inside = (row < features)[:, None] & in_column[None, :]
             at = start + row[:, None].to(tl.int64) * wide
             search = tl.load(SEARCH + at, mask=inside, other=0.0)
-            search = tl.load(RESIDUAL + at, mask=inside, other=0.0) + ratio[None, :] * search
+            residual = tl.load(RESIDUAL + at, mask=inside, other=0.0)
+            if FIRST:
+                residual -= share[None, :] * search
+                tl.store(RESIDUAL + at, residual, mask=inside)
+            search = residual + ratio[None, :] * search
             tl.store(SEARCH + at, search, mask=inside)
             largest = _largest(largest, search, DIAGONAL, row, group, features)
         _hand_over(

@@ -23,7 +23,7 @@ from proxprop.device import round_up
 from proxprop.kernels import split_fp16
 from proxprop.kernels.launch import launches, on_its_device
 from proxprop.kernels.split_fp16 import power, store_parts, unscaled
-from proxprop.kernels.stopping import epsilon, floor_of, hidden, smaller, step_length, still_going
+from proxprop.kernels.stopping import epsilon, floor_of, hidden, share_of, smaller, step_length, still_going
 
 
 @triton.jit
@@ -139,8 +139,11 @@ def _advance(
         tl.store(RATIO + step * line + at_output, ratio, mask=there)
         if PARTS == 1:
             PARTS_OF_RHO += (step + 1) * array
+        after = rho - length[:, None] * image
+        if FIRST:
+            after -= share_of(tl.sum(after * K_rho, axis=1), squared)[:, None] * rho
         _hand_over(
-            rho - length[:, None] * image, side, RHO + _slot(step + 1, PARTS) * array, PARTS_OF_RHO,
+            after, side, RHO + _slot(step + 1, PARTS) * array, PARTS_OF_RHO,
             UNSCALE + (step + 1) * line + group * outputs, output, sample, padded, outputs, PARTS,
         )  # fmt: skip
 

@@ -26,6 +26,12 @@ def step_length(squared, curvature, damping):
 
 
 @triton.jit
+def share_of(overlap, squared):
+    """What to take of the first residual off the second: rounding of the step's length leaves some of it."""
+    return tl.where(squared == 0, 0.0, overlap / squared)
+
+
+@triton.jit
 def still_going(squared, floor, before, length):
     """The new residual's square; zero where it is noise, or where the column had stopped before."""
     return tl.where((squared <= floor) | (before == 0) | (length == 0), 0.0, squared)
