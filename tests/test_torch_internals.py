@@ -35,7 +35,6 @@ OWNERS = {
     nn.Conv2d: ["_conv_forward"],
     nn.ConvTranspose2d: ["_output_padding"],
     nn.Linear(1, 1): ["_backward_hooks", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_modules", "_parameters"],
-    torch.optim.SGD([LEAF], lr=0.1): ["_optimizer_step_pre_hooks"],
     LEAF: ["_base", "_nnz", "_post_accumulate_grad_hooks", "_version"],
     LEAF.view(2).grad_fn: ["_sequence_nr", "_set_sequence_nr"],
 }  # fmt: skip

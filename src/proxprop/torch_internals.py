@@ -5,7 +5,7 @@ Nothing else in the package uses one, but for what `torch.nn.Module` keeps for i
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -97,7 +97,7 @@ def dispatch_modes() -> int:
     return torch._C._len_torch_dispatch_stack()
 
 
-# Layers and optimizers
+# Layers
 
 
 def clear_hooks(module: nn.Module) -> None:
@@ -122,11 +122,6 @@ def is_batched_attention(inputs: Sequence[Tensor], masks: Sequence[Tensor | None
     """Whether query, key and value are batched; else attention's errors about shapes are not torch's."""
     batched: bool = functional._mha_shape_check(*inputs, *masks, heads)  # type: ignore[attr-defined]
     return batched
-
-
-def step_hooks(optimizer: torch.optim.Optimizer) -> Iterable[Any]:
-    """What runs before an optimizer's step; else `detach` can't be given an optimizer."""
-    return optimizer._optimizer_step_pre_hooks.values()
 
 
 # Many tensors at once; without these running averages take a call a layer

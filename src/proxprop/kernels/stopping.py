@@ -52,4 +52,4 @@ def smaller(smallest, length):
 @triton.jit
 def hidden(noise, squared, energy, smallest, damping):
     """Whether more may hide below the rounding of K than a column that has stopped can do without."""
-    return (noise / (damping * damping) > _HIDDEN * _HIDDEN * energy * smallest) & (squared == 0)
+    return (_HIDDEN * _HIDDEN * noise / (damping * damping) > energy * smallest) & (squared == 0)

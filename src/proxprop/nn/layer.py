@@ -226,7 +226,7 @@ class ProximalLayer(nn.Module):
         Args:
             output: computed from detached parameters.
             call: how the layer was called.
-            inputs: the tensors that backward needs, as the kernels saw them.
+            inputs: the tensors that backward needs, as its products saw them.
             parameters: None for one that the layer does not have.
             owner: the module they belong to, where it is not this one.
             part: which of the layer's systems this is.
@@ -250,10 +250,10 @@ class ProximalLayer(nn.Module):
             raise TypeError(
                 f"{self._layer_name}: input and output should be real but are complex; {LEAVE_OUT}"
             )
-        side = self._side_solve(output, parameters)
-        counts = len(inputs), len(parameters)
-        name, failures = self._layer_name, self._failures
-        task = Task(call, self._settings, name, failures, self._observer, *counts, side)
+        task = Task(
+            call, self._settings, self._layer_name, self._failures, self._observer,
+            inputs=len(inputs), parameters=len(parameters), side=self._side_solve(output, parameters),
+        )  # fmt: skip
         if self._planned is not None:
             self._planned(owner or self, task.plan(inputs, output, parameters))
         if self._attached is not None:

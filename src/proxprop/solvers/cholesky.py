@@ -15,7 +15,7 @@ from proxprop import device, tuning
 from proxprop.solvers.matmul import transposed_product
 from proxprop.solvers.solver import PreparedSolve, ProductSolve, Solution
 
-LEAST_PIVOT = 4.0
+LEAST_PIVOT = 4
 """Multiple of `ε√size` that a pivot has to be of its diagonal entry."""
 
 

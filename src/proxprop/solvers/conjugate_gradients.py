@@ -28,14 +28,14 @@ from torch import Tensor
 
 from proxprop.solvers.memory import is_transformed
 
-ROUNDING = 10.0
+ROUNDING = 10
 """Multiple of a product's rounding below which a residual is noise."""
 
-SPOILT = 4.0
+SPOILT = 4
 """Multiple of the rounding of S that the curvature along every step has to exceed."""
 
-HIDDEN = 0.1
-"""Length, relative to the steps taken, of what may hide below the rounding of K before a column counts as lost."""
+HIDDEN = 10
+"""Least length of the steps taken, relative to what may hide below the rounding of K; else a column counts as lost."""
 
 
 class Iterate(NamedTuple):
@@ -181,7 +181,7 @@ class _Iteration:
         stopped = self.squared == 0
         if not self._must_not_wait() and not stopped.any():
             return None
-        least = self.energy * self.first_length * (HIDDEN * self.damping) ** 2
+        least = self.energy * self.first_length * (self.damping / HIDDEN) ** 2
         return (self.noise > least) & stopped
 
     def _must_not_wait(self) -> bool:
