@@ -30,74 +30,79 @@ MOST_MEMORY = 1.25
 
 INTRODUCTION = """# What a step costs
 
-Ratios of one whole training step (forward, backward, optimizer) to plain BackProp's in the same run, same precision,
-median over interleaved rounds; `benchmarks/step.py` measures them and the records are in `results/bench/`. This page is
-written from those records by `benchmarks/report.py`. On the GPU both sides are captured in a CUDA graph.
+Each number is the time of a whole training step (forward, backward, optimizer) divided by that of plain BackProp's in
+the same run and precision, as a median over interleaved rounds. `benchmarks/step.py` measures them, and the records
+are in `results/bench/`. `benchmarks/report.py` writes this page from those records. On the GPU both sides are
+captured in a CUDA graph.
 
-How to read it: a proximal step needs a Gram matrix and a small solve for every layer. In sample space they cost
-`2N²n + 2kN²m` FLOPs beside BackProp's `6Nnm` (N samples, n features, m outputs, k iterations), in feature space
-`2Nn² + 2kn²m`; a convolution's Gram matrix comes from autocorrelations and costs far less. So layers that are wide
-beside the batch, or narrow beside it, are cheap, and layers where batch, inputs and outputs are alike are not.
-`proxprop.summary(model, example)` counts a model's FLOPs before it runs; launches and memory traffic come on top.
+A proximal step needs a Gram matrix and a small solve for every layer. In sample space they cost `2N²n + 2kN²m` FLOPs
+beside BackProp's `6Nnm` (N samples, n features, m outputs, k iterations), in feature space `2Nn² + 2kn²m`. A
+convolution's Gram matrix comes from autocorrelations and costs far less. So layers are cheap if they are much wider or
+much narrower than the batch is large, and expensive if batch, inputs and outputs are of similar size.
+`proxprop.summary(model, example)` counts a model's FLOPs before it runs. Launches and memory traffic are not in that
+count.
 
-On a GPU in float32 the products of a proximal step run on tensor cores, each number split into parts so that nothing
-of float32's accuracy is lost beyond a few times its rounding, while BackProp's run on float32 units as torch leaves
-them. Part of the low ratios is that: the weight gradient's product, which a proximal step needs as well, takes half
-the time. In TF32, too, that product is faster here than in BackProp, because a solve leaves its result in the layout
-that tensor cores like.
+On a GPU in float32 the products of a proximal step run on tensor cores. Each number is split into parts, so the error
+stays within a few times float32's rounding. BackProp's products run on float32 units, as torch leaves them. This
+explains part of the low ratios: the weight gradient's product, which a proximal step needs as well, takes half the
+time. That product is faster than BackProp's in TF32 too, because a solve leaves its result in a layout that suits
+tensor cores.
 
-On a CPU, Linux is asked for huge pages for what a large layer's gradient is written to, as NumPy asks for its arrays;
-torch asks for none unless `THP_MEM_ALLOC_ENABLE=1` is set. Part of the ratio of the multilayer perceptron is that; the
-last of its tables has torch ask as well, on both sides.
+On a CPU the gradients of large layers are written to huge pages, which Linux is asked for, as NumPy asks for its
+arrays. torch asks for none unless `THP_MEM_ALLOC_ENABLE=1` is set. This explains part of the multilayer perceptron's
+ratio. In the last of its tables torch asks for them as well, on both sides.
 """
 
-MEMORY = """Memory is the peak of a step for cg3, beside BackProp's: of one that is not captured, but solves beside the
-backward pass as a captured one does; in the eager table, of an eager one. It leaves out what cuBLAS keeps for every
-stream that is used, also for the four on which systems are solved beside the backward pass. From run to run it differs
-by some hundredths, as the allocator hands out larger blocks than it is asked for. On a CPU it is what torch's profiler
-sees allocated, at most {most:.2f} times BackProp's in `results/bench/cpu.json` ({which}).
+MEMORY = """\
+Memory is the peak of a step with cg3, divided by BackProp's. The step is not captured but solves beside the backward
+pass as a captured one does; in the eager table it is an eager step. It leaves out what cuBLAS keeps for every stream,
+including the four on which systems are solved beside the backward pass. It differs by a few hundredths from run to
+run, because the allocator hands out larger blocks than it is asked for. On a CPU it is what torch's profiler sees
+allocated, at most {most:.2f} times BackProp's in `results/bench/cpu.json` ({which}).
 """
 
 GROWTH = """## How it grows
 
 ![Ratios to BackProp over batch size, iterations and width, H200 and two CPU cores](../results/bench/growth.png)
 
-Made from the records above by `benchmarks/growth.py`. In sample space, where a linear layer has fewer samples than
-features, the cost beyond BackProp grows with the batch; a convolution's, which is in feature space, is spread over it.
-It does not pay where batch, inputs and outputs are alike and products are fast: the paper's MLP at batch 5000 in TF32.
+`benchmarks/growth.py` draws this from the records above. A linear layer with fewer samples than features is solved in
+sample space, where the cost beyond BackProp grows with the batch. A convolution is solved in feature space, where
+that cost is spread over the batch. A proximal step does not pay if batch, inputs and outputs are of similar size and
+products are fast, as for the paper's MLP at batch 5000 in TF32.
 """
 
 SPACES = """## Whether the plan chooses well
 
-Every space that does not take over five times the FLOPs, pinned, as a ratio to the chosen one. A wrong choice would be
-one that a pinned space beats by 1.3 times, below 0.77; how far the chosen space pinned is from 1 is noise, and which
-method it ran after.
+Here each space is pinned in turn and its time divided by that of the chosen one, unless it takes over five times the
+FLOPs. A choice would be wrong if a pinned space were 1.3 times as fast, a ratio below 0.77. The chosen space pinned
+differs from 1 by noise, and by which method ran before it.
 """
 
-LIMITS = """## Where it falls short, and what limits it
+LIMITS = """## Where it falls short, and why
 
 - **GPU in TF32, the MLP**: BackProp's whole step takes {step:.2f} ms there. An iteration takes {iteration:.0f} µs for
   all layers, much of it for four arrays that are read and written between two products. An exact step waits for 500
-  pivots, one after the other, though layers do so at the same time.
-- **GPU in bf16**: the same, and stronger: BackProp's products take half the time, a solve's do not. A convolution's
-  patches are unfolded, which takes longer than their product.
-- **GPU, the MLP at batch 5000**: bound by FLOPs; half of S would do, for which cuBLAS has no call in parts.
-- **GPU, exact with thousands of features** (ResNet-18, the GPT-2 block): much of a solve by blocks waits for pivots, a
-  diagonal block after the other, which could be factorised while the rest is still being updated.
+  pivots, one after another, although the layers do so at the same time.
+- **GPU in bf16**: the same holds more strongly. BackProp's products take half the time, a solve's do not. The patches
+  of a convolution are unfolded, which takes longer than their product.
+- **GPU, the MLP at batch 5000**: bound by FLOPs. Half of S would be enough, but cuBLAS has no such call for products
+  in parts.
+- **GPU, exact with thousands of features** (ResNet-18, the GPT-2 block): much of a solve by blocks waits for pivots,
+  one diagonal block after another. These could be factorised while the rest is still being updated.
 - **GPU, convolutions at batch 50**: bound by launches, most of them for a Gram matrix.
-- **CPU, multilayer perceptron**: BackProp needs no gradient for the first layer's input, so that FLOPs alone come close
-  to the goal of one iteration and of an exact step, and what else is read and written beside the products adds to
-  that. Several iterations are solved for in the eigenbasis of K: three cost about what FLOPs predict, ten far less.
-  Most of what three cost is products with K's eigenvectors, finding these, and K. On two shared cores a median differs
-  from run to run by some hundredths.
-- **CPU, convolutions**: most of the extra time is S, and of that products with narrow matrices of cosines; at batch 50
-  it is bound by calls.
-- **Eager GPU steps** are bound by the host, which has several dozen small kernels to launch for a layer, and so differ
-  from host to host and from run to run.
-  `torch.cuda.make_graphed_callables(model, (x,))` is one line and takes that away, as the tables above show; a step
-  that can't be captured can take S from one step in ten ([running.md](running.md)). Exact systems with thousands of
-  features go to cuSOLVER there, which has the host launch less, and by blocks only in a captured step.
-- **The cost model counts FLOPs**, by their prices on a GPU; not launches or bytes.
+- **CPU, multilayer perceptron**: BackProp needs no gradient for the first layer's input. So FLOPs alone come close to
+  the goals for one iteration and for an exact step, and everything else that is read and written adds to that.
+  Several iterations are solved in the eigenbasis of K: three cost about what FLOPs predict, ten far less. Most of the
+  cost of three is K, its eigenvectors, and products with them. On two shared cores a median differs by a few
+  hundredths from run to run.
+- **CPU, convolutions**: most of the extra time is S, and most of that is products with narrow matrices of cosines. At
+  batch 50 the step is bound by calls.
+- **Eager GPU steps** are bound by the host, which has several dozen small kernels to launch for each layer. So their
+  ratios differ from host to host and from run to run. `torch.cuda.make_graphed_callables(model, (x,))` is one line
+  that avoids this, as the tables above show. A step that can't be captured can take S from one step in ten
+  ([running.md](running.md)). Exact systems with thousands of features go to cuSOLVER there, which leaves the host
+  less to launch; they are solved by blocks only in a captured step.
+- **The cost model counts FLOPs**, weighted by their prices on a GPU, but neither launches nor bytes.
 """
 
 

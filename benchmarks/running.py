@@ -26,35 +26,37 @@ Cells = dict[tuple[object, float], list[float]]
 
 INTRODUCTION = """# What running averages cost and bring
 
-[Deferred mode](deferred.md) sums S over a step; `Running` averages it over steps. This page is written from records by
-`benchmarks/running.py`; losses are mean ± standard deviation over three seeds.
+[Deferred mode](deferred.md) sums S over a step; `Running` averages it over steps. `benchmarks/running.py` writes this
+page from records. Losses are mean ± standard deviation over three seeds.
 """
 
 STEPS = """## What a step costs
 
-`{command}` on {device}, torch {torch}, commit {commit:.7};
-record in `results/bench/deferred-h200.json`. Eager steps with `Exact`, ten in turn, as ratios of time (and of peak
-memory) to BackProp's. An eager step of a small network waits for the host, not for the GPU; captured steps of
-immediate mode are in [performance.md](performance.md).
+`{command}` on {device}, torch {torch}, commit {commit:.7}; record in `results/bench/deferred-h200.json`. The steps
+are eager, with `Exact`, ten in turn. The table shows their time (and peak memory) divided by BackProp's. An eager
+step of a small network waits for the host, not for the GPU. Captured steps of immediate mode are in
+[performance.md](performance.md).
 """
 
 UNDER_MUON = """## Under Muon
 
-The paper's MLP on CIFAR-10, batch 500, ten epochs: full-batch training loss. Muon takes the hidden matrices, AdamW the
-rest, both at this learning rate (Muon's scaled to match AdamW's). Made by `proxprop reproduce beyond`; record in
-`results/paper/beyond.csv`.
+The table shows the full-batch training loss of the paper's MLP on CIFAR-10 after ten epochs at batch 500. Muon takes
+the hidden matrices and AdamW the rest, both at this learning rate (Muon's scaled to match AdamW's). The running S is
+updated in every step. Made by `proxprop reproduce beyond`; record in `results/paper/beyond.csv`.
 """
 
 UNDER_ADAMW = """## Under AdamW, a small GPT
 
-`examples/gpt.py`: six layers, 384 wide, 64 windows of 256 bytes of Python's own source a step, 1,200 steps in bf16,
-`Running(decay=0.95, update_every=1, invert_every=10, damping=ρ, rows=...)`: loss on held-out text in nats a byte;
-records in `results/gpt/`.
+`examples/gpt.py` trains six layers, 384 wide, on Python's own source: 1,200 steps in bf16, with 64 windows of 256
+bytes a step and `Running(decay=0.95, update_every=1, invert_every=10, damping=ρ, rows=...)`, unless a row says that S
+comes from one step in ten. The table shows the loss on held-out text in nats a byte; records in `results/gpt/`.
 """
 
-GPT_TIMES = """The gradient's best rate is the largest of its three, so that a larger one may be better yet, and S was
-tried at few settings. Time of an eager step in bf16 beside that of AdamW on the gradient (`results/gpt/time.json`). All
-wait for the host, which has more to do even where nine steps of ten run torch's own layers:
+GPT_TIMES = """\
+The gradient's best rate is the largest of its three, so a larger one may be better still, and S was tried at few
+settings. The next table shows the time of an eager step in bf16, divided by that of AdamW on the gradient
+(`results/gpt/time.json`). All of them wait for the host, which has more to do even if nine steps of ten run torch's
+own layers:
 """
 
 
@@ -78,7 +80,7 @@ def overhead(record: dict) -> str:
         STEPS.format(command=record["command"], **about),
         table(["network", *OVERHEAD.values()], rows),
         "",
-        "Directions of deferred mode differ from immediate mode's, in float64, relative to their norm, by at most "
+        "In float64 the directions of deferred mode differ from immediate mode's, relative to their norm, by at most "
         f"{max(record['agreement'].values()):.0e}.",
         "",
     ]

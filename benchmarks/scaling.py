@@ -83,8 +83,8 @@ def on_processes(ranks: dict[int, Record]) -> str:
     text = source(ranks[2]) + "\n"
     text += table(["gloo ranks", "latency of an all-reduce", "rate", "past all ranks together"], rows)
     text += (
-        "\nRanks of one machine share its memory and two cores, so that a rank's rate falls as ranks are added; "
-        "the last column\nis what moves past all of them together, `2(ranks − 1)` times the bytes.\n\n"
+        "\nRanks on one machine share its memory and two cores, so the rate of each falls as ranks are added. The last "
+        "column\nis what moves past all of them together, `2(ranks − 1)` times the bytes.\n\n"
     )
     steps = []
     for n, record in ranks.items():
@@ -104,9 +104,9 @@ def on_processes(ranks: dict[int, Record]) -> str:
     header = ["step", "BackProp, ms", "immediate", "deferred", "running, update_every=1"]
     text += table([*header, "deferred − immediate, ms", "all-reduce of S predicts, ms"], steps)
     return text + (
-        "\nBoth modes solve in feature space here, so that they differ by the sum of S over ranks. The difference is a "
-        "median\nover rounds with its quartiles, on two cores that other work shared: where quartiles include what the "
-        "all-reduce\npredicts, that is all that can be said.\n"
+        "\nBoth modes solve in feature space here, so they differ only by the sum of S over ranks. The difference is a "
+        "median\nover rounds with its quartiles, on two cores shared with other work. If the quartiles include what "
+        "the all-reduce\npredicts, nothing more can be said.\n"
     )
 
 

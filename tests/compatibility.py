@@ -27,14 +27,14 @@ ABSENT = "does not apply"
 INTRODUCTION = """\
 # What works with what
 
-Every row is claimed by the tests named in it, and this file is written from them by
-`python tests/compatibility.py > docs/compatibility.md`; a test fails while the two differ.
+The tests named in a row prove it. `python tests/compatibility.py > docs/compatibility.md` writes this file from them, and
+a test fails if the two differ.
 
-- **works**: directions are those of the method, checked against an independent computation or against the same run
-  without the feature.
-- **approximate**: a documented approximation; the note says how far it is from the exact meaning.
-- **refused with a reason**: an error that says what was expected, what came and what to do instead.
-- **explicit with a reason**: such parameters keep BackProp's gradient, and `proxprop.summary` says why.
+- **works**: the directions are right, checked against an independent computation or against the same run without the
+  feature.
+- **approximate**: a documented approximation. The note says how it differs from the exact direction.
+- **refused with a reason**: an error says what was expected, what was given and what to do instead.
+- **explicit with a reason**: the parameters keep BackProp's gradient, and `proxprop.summary` says why.
 
 Immediate mode solves inside `backward`; deferred mode (`proxprop.attach`) solves when the optimizer steps.
 """

@@ -1,5 +1,7 @@
 """What the lab's tests share: small data, small runs, records made by hand."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,23 +9,38 @@ import pytest
 
 from proxprop.lab.config import Config
 from proxprop.lab.records import Record
+from proxprop.lab.train import train
 
 
-@pytest.fixture
-def blobs(tmp_path):
-    """A dataset of our own: three clouds of points, 60 samples of 6 features."""
+@pytest.fixture(scope="session")
+def blobs(tmp_path_factory):
+    """A dataset of our own, not to be changed: three clouds of points, 60 samples of 6 features."""
     generator = np.random.default_rng(3)
     labels = np.arange(60) % 3
     inputs = generator.normal(size=(60, 6)).astype(np.float32) + 3 * np.eye(3, 6, dtype=np.float32)[labels]
-    path = tmp_path / "blobs.npz"
+    path = tmp_path_factory.mktemp("data") / "blobs.npz"
     np.savez(path, inputs=inputs, labels=labels)
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def small(blobs):
     """A run of a fraction of a second."""
     return Config(data=str(blobs), hidden=(8, 5), batch_size=10, epochs=3, threads=1)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory, small):
+    """The folder of a finished run with cg:2, not to be changed."""
+    return train(
+        replace(small, solver="cg:2", log_steps=2), tmp_path_factory.mktemp("finished") / "run"
+    ).folder
+
+
+@pytest.fixture
+def finished_copy(tmp_path, finished):
+    """A copy of `finished` to work on."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 @pytest.fixture

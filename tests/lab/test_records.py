@@ -4,10 +4,9 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
+import shutil
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -153,13 +152,12 @@ def test_optimizers_go_on_exactly_where_they_were(tmp_path, make):
     assert torch.equal(model.bias, other.bias)
 
 
-def test_two_processes_cannot_write_one_run(tmp_path):
+def test_a_run_has_one_writer(tmp_path):
+    """A lock belongs to an opened file, so that a second opening is refused here as in another process."""
     with Run(tmp_path / "run", Config(), resume=False):
-        code = "import sys; from proxprop.lab.records.run import _locked; from pathlib import Path; _locked(Path(sys.argv[1]))"
-        done = subprocess.run(
-            [sys.executable, "-c", code, tmp_path / "run"], capture_output=True, text=True, check=False
-        )
-        assert f"is being written by another process (id {os.getpid()})" in done.stderr
+        told = rf"is being written by another process \(id {os.getpid()}\)"
+        with pytest.raises(Refused, match=told):
+            Run(tmp_path / "run", Config(), resume=True)
     Run(tmp_path / "run", Config(), resume=True).close()
 
 
@@ -184,26 +182,30 @@ def test_a_start_that_failed_before_anything_was_measured_is_no_run(tmp_path, sm
     assert len(record.starts) == 1
 
 
-def full(path):
-    """Put a place in the way where every write fails as on a full disk."""
-    if not Path("/dev/full").exists():
-        pytest.skip("needs /dev/full")
-    path.symlink_to("/dev/full")
+@contextmanager
+def full_disk():
+    """Within, no file grows beyond 16 bytes: a write stops half-way, as on a full disk."""
+    resource = pytest.importorskip("resource")
+    limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
 
 
 def test_a_full_disk_leaves_the_old_file_and_no_other_and_names_the_new_one(tmp_path):
     path = tmp_path / "result.json"
     path.write_text("old")
-    full(tmp_path / "result.json.tmp")
-    with pytest.raises(OSError, match=rf"No space left on device: '{path}'"):
-        write_bytes(path, b"new")
+    with pytest.raises(OSError, match=rf"File too large: '{path}'"), full_disk():
+        write_bytes(path, b"new" * 20)
     assert [left.read_text() for left in tmp_path.iterdir()] == ["old"]
 
 
 def test_a_full_disk_names_the_rows_that_could_not_be_added(tmp_path):
-    full(tmp_path / "metrics.jsonl")
-    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path / 'metrics.jsonl'}'"):
-        lines.append(tmp_path / "metrics.jsonl", {"epoch": 0})
+    path = tmp_path / "metrics.jsonl"
+    with pytest.raises(OSError, match=rf"File too large: '{path}'"), full_disk():
+        lines.append(path, {"epoch": 0})
 
 
 def test_what_a_kill_left_half_written_is_removed(tmp_path):
@@ -219,8 +221,8 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         Run(tmp_path / "file" / "run", Config(), resume=False)
 
 
-def test_a_record_tells_everything(tmp_path, small):
-    record = train(Config(**vars(small) | {"solver": "cg:2", "log_steps": 2}), tmp_path / "run")
+def test_a_record_tells_everything(finished):
+    record = records.read(finished)
     assert record.status == "finished"
     assert [row["epoch"] for row in record.epochs] == [0, 1, 2, 3]
     assert [row["step"] for row in record.steps] == [2, 4, 6, 8, 10, 12, 14]
@@ -239,15 +241,14 @@ def test_a_record_tells_everything(tmp_path, small):
     assert record.series("seconds") == sorted(record.series("seconds"))
 
 
-def test_damage_in_a_finished_record_is_told(tmp_path, small):
-    folder = train(small, tmp_path / "run").folder
-    path = folder / "metrics.jsonl"
+def test_damage_in_a_finished_record_is_told(finished_copy):
+    path = finished_copy / "metrics.jsonl"
     path.write_text(path.read_text().replace('"epoch": 2', '"epoch": 8'))
-    (folder / "plan.json").write_text("{")
-    record = records.read(folder)
+    (finished_copy / "plan.json").write_text("{")
+    record = records.read(finished_copy)
     assert [row["epoch"] for row in record.epochs] == [0, 1, 3]
     text = " ".join(record.notes)
-    assert "line 3 is damaged" in text
+    assert re.search(r"metrics.jsonl line \d+ is damaged", text)
     assert "lacks epoch 2" in text
     assert "plan.json cannot be read" in text
 
@@ -278,20 +279,30 @@ SENSELESS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "wrong", "message"), SENSELESS)
-def test_a_checksum_that_fits_does_not_make_sense_of_wrong_fields(tmp_path, small, name, wrong, message):
-    folder = train(Config(**vars(small) | {"solver": "cg:2"}), tmp_path / "run").folder
+def senseless(finished, folder, name, wrong):
+    """A record with wrong fields in one of its files, in the last row if there are several."""
+    shutil.copytree(finished, folder)
     reseal(folder / name, lambda row: row | wrong if row.get("epoch") in (None, 3) else row)
-    record = records.read(folder)
+    return records.read(folder)
+
+
+@pytest.mark.parametrize(("name", "wrong", "message"), SENSELESS)
+def test_a_checksum_that_fits_does_not_make_sense_of_wrong_fields(tmp_path, finished, name, wrong, message):
+    record = senseless(finished, tmp_path / "run", name, wrong)
     assert any(re.search(message, note) for note in record.notes)
-    write_report([record], tmp_path / "out", "Senseless", formats=["svg"])
 
 
-def test_a_run_without_a_sensible_measurement_is_refused(tmp_path, small):
-    folder = train(small, tmp_path / "run").folder
-    reseal(folder / "metrics.jsonl", lambda row: {"kind": "epoch"})
+def test_senseless_records_are_reported_too(tmp_path, finished):
+    found = [senseless(finished, tmp_path / str(seed), *case[:2]) for seed, case in enumerate(SENSELESS)]
+    apart = [replace(r, config=replace(r.config, seed=seed)) for seed, r in enumerate(found)]
+    text = write_report(apart, tmp_path / "out", "Senseless").read_text()
+    assert f"{len(SENSELESS)} seeds each" in text
+
+
+def test_a_run_without_a_sensible_measurement_is_refused(finished_copy):
+    reseal(finished_copy / "metrics.jsonl", lambda row: {"kind": "epoch"})
     with pytest.raises(Refused, match="holds no measurements yet"):
-        records.read(folder)
+        records.read(finished_copy)
 
 
 def test_a_checkpoint_that_holds_something_else_is_passed_over(tmp_path):
@@ -338,8 +349,8 @@ def test_figures_do_not_follow_links(tmp_path, mine, made):
     assert (tmp_path / "curves-sgd.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_find_looks_below_and_says_why_not(tmp_path, small):
-    train(small, tmp_path / "a" / "b" / "run")
+def test_find_looks_below_and_says_why_not(tmp_path, finished):
+    shutil.copytree(finished, tmp_path / "a" / "b" / "run")
     assert len(records.find([tmp_path])) == 1
     with pytest.raises(Refused, match="there is no folder"):
         records.find([tmp_path / "nowhere"])

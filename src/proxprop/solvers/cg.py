@@ -121,9 +121,8 @@ class CG(Solver):
         scale = torch.ldexp(torch.ones_like(mantissa), -exponent)
         column = (diagonal * scale).unsqueeze(-1) if space == SAMPLE else None
         dims = (-2,) if self.per_output else (-3, -2, -1)
-        found = conjugate_gradients(
-            partial(times, M * scale), B, damping * scale, self.iterations, dims, column
-        )
+        apply = partial(times, M * scale)
+        found = conjugate_gradients(apply, B, damping * scale, self.iterations, dims, column)
         return Solution(found.solution * scale, found.lost.any().view(1) if found.lost is not None else None)
 
     def _in_eigenbasis(self, basis: eigenbasis.Basis, B: Tensor, damping: float) -> Solution:
