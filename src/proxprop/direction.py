@@ -43,10 +43,12 @@ class PreparedSamples:
     """All of a solve in sample space that needs the layer's input alone.
 
     Attributes:
+        transfer: the layer's call, which may keep its rotated rows.
         solve: from `G [groups, samples, outputs]` to U.
         rotated: whether G has to be rotated first, and U comes out rotated.
     """
 
+    transfer: Transfer
     solve: PreparedSolve
     rotated: bool
 
@@ -64,7 +66,8 @@ def prepare(transfer: Transfer, settings: Settings, like: Tensor) -> PreparedSam
     K = transfer.rotated_sample_gram() if rotated else transfer.sample_gram()
     if not rotated and mean_dominates(K):
         rotated, K = True, transfer.rotated_sample_gram()
-    return PreparedSamples(settings.solver.prepared(SAMPLE, K, settings.damping(samples), outputs), rotated)
+    ready = settings.solver.prepared(SAMPLE, K, settings.damping(samples), outputs)
+    return PreparedSamples(transfer, ready, rotated)
 
 
 def solve(
@@ -105,7 +108,7 @@ def _in_sample_space(
     G, factor, ready = transfer.to_samples(G), settings.factor(transfer.sizes.samples), prepared.solve
     if prepared.rotated:
         U, failed = ready(rotate(G)).times(factor)
-        return transfer.rotated_gradient(U), failed
+        return prepared.transfer.rotated_gradient(U), failed
     if isinstance(ready, ProductSolve) and isinstance(transfer, LinearTransfer) and transfer.is_narrow():
         right, failed = ready.right(G)
         return transfer.direction(ready.left if factor == 1.0 else ready.left * factor, right), failed

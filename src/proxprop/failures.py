@@ -9,15 +9,20 @@ from torch import Tensor
 
 from proxprop.solvers.memory import is_transformed
 
+LOOKED_AT = 16
+"""Solves of a layer that a GPU looks at from the start; after them it looks at one in so many."""
+
 
 @dataclass
 class FailureWarner:
     """Warns of the first failure that it is told of.
 
-    On a GPU the flag is copied to the host in the background and looked at in a later call.
+    On a GPU the flag is copied to the host in the background and looked at in a later call. That takes the host longer
+    than a launch, so after the first solves only some are looked at.
     """
 
     warned: bool = False
+    solves: int = 0
     pending: tuple[Tensor, torch.cuda.Event] | None = field(default=None, compare=False, repr=False)
 
     def note(self, layer: str, failed: Tensor | None, reason: str) -> None:
@@ -33,16 +38,19 @@ class FailureWarner:
         if failed.device.type != "cuda":
             self._warn_if(any(failed.tolist()), layer, reason)
         elif not torch.cuda.is_current_stream_capturing():
-            self._look_later(failed.any(), layer, reason)
+            self._look_later(failed, layer, reason)
 
-    def _look_later(self, flag: Tensor, layer: str, reason: str) -> None:
+    def _look_later(self, failed: Tensor, layer: str, reason: str) -> None:
+        self.solves += 1
+        if self.solves > LOOKED_AT and self.solves % LOOKED_AT:
+            return
         if self.pending is not None:
             arrived, event = self.pending
             if not event.query():
                 return
             self._warn_if(bool(arrived), layer, reason)
         event = torch.cuda.Event()
-        self.pending = flag.to("cpu", non_blocking=True), event
+        self.pending = failed.any().to("cpu", non_blocking=True), event
         event.record()
 
     def _warn_if(self, failed: bool, layer: str, reason: str) -> None:
@@ -53,4 +61,4 @@ class FailureWarner:
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"warned": self.warned, "pending": None}
+        return {"warned": self.warned, "solves": self.solves, "pending": None}

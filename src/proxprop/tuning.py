@@ -154,5 +154,8 @@ CHOLESKY_TILE = 32
 ROTATION_COLUMNS = 16
 """Columns that a program of the rotation kernel takes: one line of memory in each row (h200.json)."""
 
+ROTATION_WHOLE_ROWS = 1024
+"""Most rows of which such a program holds whole columns (h200.json)."""
+
 ROTATION_ROWS = 128
-"""Rows that such a program reads at a time (h200.json)."""
+"""Rows that it reads at a time where there are more (h200.json)."""

@@ -14,8 +14,16 @@ from proxprop.device import round_up
 from proxprop.kernels import split_fp16
 from proxprop.kernels.launch import launches, on_its_device
 from proxprop.kernels.split_fp16 import power, store_parts, unscaled
-from proxprop.kernels.stopping import epsilon, floor_of, share_of, smaller, step_length, still_going
-from proxprop.solvers.conjugate_gradients import SPOILT
+from proxprop.kernels.stopping import (
+    epsilon,
+    flags,
+    floor_of,
+    share_of,
+    smaller,
+    spoilt,
+    step_length,
+    still_going,
+)
 
 
 @triton.jit
@@ -51,11 +59,12 @@ def _largest(largest, search, DIAGONAL, row, group, features):
 
 @triton.jit
 def _begin(
-    B, SEARCH, RESIDUAL, DIAGONAL, PARTS_OF_SEARCH, UNSCALE, SCALE, SQUARED, features, padded, outputs, wide,
+    B, SEARCH, RESIDUAL, DIAGONAL, PARTS_OF_SEARCH, UNSCALE, SCALE, SQUARED, SPOILT, features, padded, outputs, wide,
     PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The right-hand side, its columns brought to largest entries between 1 and 2, is residual and direction."""
     group = tl.program_id(1).to(tl.int64)
+    tl.store(SPOILT + group, 0)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     in_column = column < wide
     largest = tl.zeros((COLUMNS,), tl.float32)
@@ -97,8 +106,11 @@ def _begin(
 
 
 @triton.jit
-def _note(length, squared, ENERGY, SMALLEST, LARGEST, at, inside, epsilon, FIRST: tl.constexpr):
-    """Keep what is known of each column after a step, and return the floor of its next residual."""
+def _note(length, squared, ENERGY, SMALLEST, LARGEST, SPOILT, at, inside, epsilon, FIRST: tl.constexpr):
+    """Keep what is known of each column after a step, and return the floor of its next residual.
+
+    SPOILT is set once a step was taken along a curvature below the rounding of S.
+    """
     energy, smallest, largest = length * squared, length, length
     if not FIRST:
         energy += tl.load(ENERGY + at, mask=inside, other=0.0)
@@ -107,13 +119,15 @@ def _note(length, squared, ENERGY, SMALLEST, LARGEST, at, inside, epsilon, FIRST
     tl.store(ENERGY + at, energy, mask=inside)
     tl.store(SMALLEST + at, smallest, mask=inside)
     tl.store(LARGEST + at, largest, mask=inside)
+    if tl.max((spoilt(largest, smallest, epsilon) & inside).to(tl.int32), axis=0) > 0:
+        tl.store(SPOILT, 1)
     return floor_of(energy, smallest, epsilon)
 
 
 @triton.jit
 def _advance_whole(
-    SEARCH, S_SEARCH, RESIDUAL, D, DIAGONAL, PARTS_OF_SEARCH, UNSCALE, SCALE, SQUARED, ENERGY, SMALLEST, LARGEST,
-    damping, epsilon, features, padded, wide,
+    SEARCH, S_SEARCH, RESIDUAL, D, DIAGONAL, PARTS_OF_SEARCH, UNSCALE, SCALE, SQUARED,
+    ENERGY, SMALLEST, LARGEST, SPOILT, damping, epsilon, features, padded, wide,
     FIRST: tl.constexpr, LAST: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """`_advance` for columns that a program holds whole, so that nothing is read twice."""
@@ -134,7 +148,9 @@ def _advance_whole(
         residual = tl.load(RESIDUAL + at, mask=inside, other=0.0)
     image = damping * search + S_search * unscale[None, :] * side[:, None]
     length = step_length(squared, tl.sum(search * image, axis=0), damping)
-    floor = _note(length, squared, ENERGY, SMALLEST, LARGEST, at_column, in_column, epsilon, FIRST)
+    floor = _note(
+        length, squared, ENERGY, SMALLEST, LARGEST, SPOILT + group, at_column, in_column, epsilon, FIRST
+    )
     if FIRST:
         solution = length[None, :] * search
     else:
@@ -162,8 +178,8 @@ def _advance_whole(
 
 @triton.jit
 def _advance(
-    SEARCH, S_SEARCH, RESIDUAL, D, DIAGONAL, PARTS_OF_SEARCH, UNSCALE, SCALE, SQUARED, ENERGY, SMALLEST, LARGEST,
-    damping, epsilon, features, padded, wide,
+    SEARCH, S_SEARCH, RESIDUAL, D, DIAGONAL, PARTS_OF_SEARCH, UNSCALE, SCALE, SQUARED,
+    ENERGY, SMALLEST, LARGEST, SPOILT, damping, epsilon, features, padded, wide,
     FIRST: tl.constexpr, LAST: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(1).to(tl.int64)
@@ -184,7 +200,9 @@ def _advance(
         S_search = tl.load(S_SEARCH + at, mask=inside, other=0.0) * unscale[None, :] * side[:, None]
         curvature += tl.sum(search * (damping * search + S_search), axis=0)
     length = step_length(squared, curvature, damping)
-    floor = _note(length, squared, ENERGY, SMALLEST, LARGEST, at_column, in_column, epsilon, FIRST)
+    floor = _note(
+        length, squared, ENERGY, SMALLEST, LARGEST, SPOILT + group, at_column, in_column, epsilon, FIRST
+    )
 
     after, overlap = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
     for first in range(0, features, ROWS):
@@ -234,7 +252,9 @@ def _advance(
 
 
 @on_its_device
-def feature_cg(S: Tensor, B: Tensor, damping: float, iterations: int, parts: int) -> tuple[Tensor, Tensor]:
+def feature_cg(
+    S: Tensor, B: Tensor, damping: float, iterations: int, parts: int
+) -> tuple[Tensor, Tensor | None]:
     """`conjugate_gradients` in feature space, for one step length an output.
 
     Args:
@@ -245,7 +265,7 @@ def feature_cg(S: Tensor, B: Tensor, damping: float, iterations: int, parts: int
         parts: 3 for products as accurate as float32's, 1 for products as accurate as TF32's.
 
     Returns:
-        D `[groups, features, outputs]`, and for each group whether rounding of S may have spoilt it.
+        D `[groups, features, outputs]`, and for each group whether rounding of S may have spoilt it, as `flags` has it.
     """
     damping = float(damping)  # Triton specialises on integers; a float compiles once
     groups, features, outputs = B.shape
@@ -261,9 +281,8 @@ def feature_cg(S: Tensor, B: Tensor, damping: float, iterations: int, parts: int
         _solve(parts_of_S, diagonal, some, damping, iterations, parts)
         for some in B.split(triton.cdiv(outputs, blocks), dim=-1)
     ]
-    if len(found) == 1:
-        return found[0]
-    return torch.cat([D for D, _ in found], dim=-1), torch.stack([spoilt for _, spoilt in found]).any(0)
+    D = found[0][0] if len(found) == 1 else torch.cat([D for D, _ in found], dim=-1)
+    return D, flags([spoilt for _, spoilt in found], iterations, parts)
 
 
 def _solve(
@@ -281,18 +300,18 @@ def _solve(
     parts_of_search = B.new_empty(groups, parts * padded, wide, dtype=torch.float16)
     search, residual, D = (B.new_empty(groups, features, wide) for _ in range(3))
     squared, scale, unscale, energy, smallest, largest = B.new_empty(6, groups, wide).unbind()
+    spoilt_by = torch.empty(groups, dtype=torch.bool, device=B.device)
     launch = launches("feature_cg", [B], iterations, parts)
     launch(
         _begin, programs,
-        B, search, residual, diagonal, parts_of_search, unscale, scale, squared,
+        B, search, residual, diagonal, parts_of_search, unscale, scale, squared, spoilt_by,
         features, padded, outputs, wide, **shape,
     )  # fmt: skip
     for step in range(iterations):
         launch(
             _advance_whole if whole else _advance, programs,
             search, split_fp16.product(parts_of_S, parts_of_search), residual, D, diagonal, parts_of_search, unscale,
-            scale, squared, energy, smallest, largest, damping, epsilon(parts), features, padded, wide,
+            scale, squared, energy, smallest, largest, spoilt_by, damping, epsilon(parts), features, padded, wide,
             FIRST=step == 0, LAST=step == iterations - 1, **shape,
         )  # fmt: skip
-    spoilt = largest * (SPOILT * epsilon(parts)) > smallest
-    return D[..., :outputs], spoilt[:, :outputs].any(-1)
+    return D[..., :outputs], spoilt_by

@@ -10,10 +10,28 @@ from proxprop.kernels.launch import launches, on_its_device
 
 
 @triton.jit
+def _rotate_whole(
+    X, OUT, samples, columns, group_stride, stride, root, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Some columns that a program holds whole, so that they are read once."""
+    group = tl.program_id(1).to(tl.int64)
+    row, column = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < samples)[:, None] & (column < columns)[None, :]
+    at = row[:, None].to(tl.int64) * stride + column[None, :]
+    x = tl.load(X + group * group_stride + at, mask=inside, other=0.0).to(tl.float64)
+    is_first = row[:, None] == 0
+    top = tl.sum(x, axis=0) / root
+    shift = (top - tl.sum(tl.where(is_first, x, 0.0), axis=0)) / (root - 1)
+    x = tl.where(is_first, top[None, :], x - shift[None, :])
+    at = (group * samples + row[:, None]) * columns + column[None, :]
+    tl.store(OUT + at, x.to(tl.float32), mask=inside)
+
+
+@triton.jit
 def _rotate(
     X, OUT, samples, columns, group_stride, stride, root, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Some columns: a sum over all rows, then the rows less their shift, the first replaced by the sum."""
+    """`_rotate_whole` for columns of any length: a sum over all rows, then the rows less their shift."""
     group = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there = column < columns
@@ -43,10 +61,11 @@ def rotate(X: Tensor) -> Tensor:
         X = X.contiguous()
     groups, samples, columns = X.shape
     out = torch.empty(X.shape, dtype=X.dtype, device=X.device)
+    whole = samples <= tuning.ROTATION_WHOLE_ROWS
     launch = launches("rotation.rotate", [X])
     launch(
-        _rotate, (triton.cdiv(columns, tuning.ROTATION_COLUMNS), groups),
+        _rotate_whole if whole else _rotate, (triton.cdiv(columns, tuning.ROTATION_COLUMNS), groups),
         X, out, samples, columns, X.stride(0), X.stride(1), samples**0.5,
-        ROWS=tuning.ROTATION_ROWS, COLUMNS=tuning.ROTATION_COLUMNS,
+        ROWS=triton.next_power_of_2(samples) if whole else tuning.ROTATION_ROWS, COLUMNS=tuning.ROTATION_COLUMNS,
     )  # fmt: skip
     return out

@@ -23,7 +23,16 @@ from proxprop.device import round_up
 from proxprop.kernels import split_fp16
 from proxprop.kernels.launch import launches, on_its_device
 from proxprop.kernels.split_fp16 import power, store_parts, unscaled
-from proxprop.kernels.stopping import epsilon, floor_of, hidden, share_of, smaller, step_length, still_going
+from proxprop.kernels.stopping import (
+    epsilon,
+    flags,
+    floor_of,
+    hidden,
+    share_of,
+    smaller,
+    step_length,
+    still_going,
+)
 
 
 @triton.jit
@@ -47,10 +56,10 @@ def _slot(step, PARTS: tl.constexpr):
 
 @triton.jit
 def _begin(
-    G, DIAGONAL, RHO, PARTS_OF_RHO, UNSCALE, SCALE, stride, samples, padded, outputs,
+    G, DIAGONAL, RHO, PARTS_OF_RHO, UNSCALE, SCALE, UNIT, LOST, stride, damping, samples, padded, outputs,
     PARTS: tl.constexpr, SAMPLES: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Turn G, scale each output, and hand it over as the first residual."""
+    """Transpose G, scale each output, and hand it over as the first residual."""
     group = tl.program_id(1).to(tl.int64)
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     sample = tl.arange(0, SAMPLES)
@@ -59,7 +68,12 @@ def _begin(
     rho = tl.trans(tl.load(G + at, mask=inside, other=0.0))
     scale = power(tl.max(tl.abs(rho), axis=1))
     tl.store(SCALE + group * outputs + output, scale, mask=output < outputs)
-    side = power(tl.sqrt(tl.load(DIAGONAL + group * samples + sample, mask=sample < samples, other=1.0)))
+    diagonal = tl.load(DIAGONAL + group * samples + sample, mask=sample < samples, other=1.0)
+    side = power(tl.sqrt(diagonal))
+    # Squares can't overflow in this unit of K; every program of a group stores the same one.
+    largest = tl.max(tl.where(sample < samples, diagonal, damping), axis=0)
+    tl.store(UNIT + group, power(tl.maximum(largest, damping)))
+    tl.store(LOST + group, 0)
     _hand_over(
         rho / scale[:, None], side, RHO + group * outputs * padded, PARTS_OF_RHO + group * outputs * PARTS * padded,
         UNSCALE + group * outputs, output, sample, padded, outputs, PARTS,
@@ -68,7 +82,7 @@ def _begin(
 
 @triton.jit(do_not_specialize=["step"])
 def _advance(
-    RHO, K_RHO, DIAGONAL, PARTS_OF_RHO, UNSCALE, SCALE, SQUARED, LENGTH, RATIO, ENERGY, SMALLEST, LOST,
+    RHO, K_RHO, DIAGONAL, PARTS_OF_RHO, UNSCALE, SCALE, SQUARED, LENGTH, RATIO, ENERGY, SMALLEST, LOST, UNIT,
     step, array, line, damping, epsilon, samples, padded, outputs,
     FIRST: tl.constexpr, LAST: tl.constexpr, PARTS: tl.constexpr, SAMPLES: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +105,7 @@ def _advance(
     diagonal = tl.load(DIAGONAL + group * samples + sample, mask=sample < samples, other=0.0)
     side = power(tl.sqrt(diagonal))
     unscale = tl.load(UNSCALE + step * line + at_output, mask=there, other=0.0)
-    unit = power(tl.maximum(tl.max(diagonal, axis=0), damping))  # in which squares can't overflow
+    unit = tl.load(UNIT + group)
     K_rho = K_rho * unscale[:, None] * (side / unit)[None, :]
     diagonal, damping = diagonal / unit, damping / unit
     squared = tl.sum(rho * K_rho, axis=1)
@@ -129,7 +143,10 @@ def _advance(
             else:
                 u += share[:, None] * tl.load(RHO + earlier * array + at, mask=inside, other=0.0)
         u *= (tl.load(SCALE + at_output, mask=there, other=1.0) / unit)[:, None]
-        tl.store(LOST + at_output, hidden(noise, squared, energy, smallest, damping), mask=there)
+        if not FIRST:
+            lost = hidden(noise, squared, energy, smallest, damping) & there
+            if tl.max(lost.to(tl.int32), axis=0) > 0:
+                tl.store(LOST + group, 1)
         tl.store(K_RHO + at, u, mask=inside)  # which the sums have read
     else:
         tl.store(SQUARED + at_output, squared, mask=there)
@@ -149,7 +166,9 @@ def _advance(
 
 
 @on_its_device
-def sample_cg(K: Tensor, G: Tensor, damping: float, iterations: int, parts: int) -> tuple[Tensor, Tensor]:
+def sample_cg(
+    K: Tensor, G: Tensor, damping: float, iterations: int, parts: int
+) -> tuple[Tensor, Tensor | None]:
     """`conjugate_gradients` in sample space, for one step length an output.
 
     Args:
@@ -161,7 +180,7 @@ def sample_cg(K: Tensor, G: Tensor, damping: float, iterations: int, parts: int)
 
     Returns:
         U `[groups, samples, outputs]`, stored with outputs as rows, and for each group whether rounding of K may hide
-        too much of it.
+        too much of it, as `flags` has it.
     """
     damping = float(damping)  # Triton specialises on integers; a float compiles once
     G = G.contiguous()
@@ -176,10 +195,8 @@ def sample_cg(K: Tensor, G: Tensor, damping: float, iterations: int, parts: int)
         _solve(parts_of_K, diagonal, some, damping, iterations, parts)
         for some in G.split(triton.cdiv(outputs, blocks), dim=-1)
     ]
-    U, lost = (
-        found[0] if len(found) == 1 else (torch.cat(pieces, dim=1) for pieces in zip(*found, strict=True))
-    )
-    return U[..., :samples].mT, lost.any(-1)
+    U = found[0][0] if len(found) == 1 else torch.cat([U for U, _ in found], dim=1)
+    return U[..., :samples].mT, flags([lost for _, lost in found], iterations, parts)
 
 
 def _arrays(iterations: int, parts: int) -> tuple[int, int]:
@@ -190,7 +207,7 @@ def _arrays(iterations: int, parts: int) -> tuple[int, int]:
 def _solve(
     parts_of_K: Tensor, diagonal: Tensor, G: Tensor, damping: float, iterations: int, parts: int
 ) -> tuple[Tensor, Tensor]:
-    """U with outputs as rows, padded, for a block of outputs, and which of them are lost."""
+    """U with outputs as rows, padded, for a block of outputs, and for each group whether one of them is lost."""
     groups, samples, outputs = G.shape
     padded = parts_of_K.shape[1]
     length = triton.next_power_of_2(padded)
@@ -199,7 +216,7 @@ def _solve(
     rho = G.new_empty(residuals, groups, outputs, padded)
     lengths, ratio, unscale = (G.new_empty(iterations, groups, outputs) for _ in range(3))
     squared, scale, energy, smallest = G.new_empty(4, groups, outputs).unbind()
-    lost = torch.empty(groups, outputs, dtype=torch.bool, device=G.device)
+    unit, lost = G.new_empty(groups), torch.empty(groups, dtype=torch.bool, device=G.device)
     turned, rows = (
         max(1, tuning.SAMPLE_CG_TRANSPOSED_NUMBERS // length),
         max(1, tuning.SAMPLE_CG_NUMBERS // length),
@@ -207,14 +224,14 @@ def _solve(
     launch = launches("sample_cg", [G], iterations, parts)
     launch(
         _begin, (triton.cdiv(outputs, turned), groups),
-        G, diagonal, rho, parts_of_rho, unscale, scale, G.stride(1), samples, padded, outputs,
+        G, diagonal, rho, parts_of_rho, unscale, scale, unit, lost, G.stride(1), damping, samples, padded, outputs,
         PARTS=parts, SAMPLES=length, OUTPUTS=turned, num_warps=8,
     )  # fmt: skip
     for step in range(iterations):
         K_rho = split_fp16.product(parts_of_rho[step % kept], parts_of_K.mT)
         launch(
             _advance, (triton.cdiv(outputs, rows), groups),
-            rho, K_rho, diagonal, parts_of_rho, unscale, scale, squared, lengths, ratio, energy, smallest, lost,
+            rho, K_rho, diagonal, parts_of_rho, unscale, scale, squared, lengths, ratio, energy, smallest, lost, unit,
             step, rho[0].numel(), squared.numel(), damping, epsilon(parts), samples, padded, outputs,
             FIRST=step == 0, LAST=step == iterations - 1,
             PARTS=parts, SAMPLES=length, OUTPUTS=rows, num_warps=4,

@@ -4,17 +4,31 @@ A residual is noise below `ROUNDING·ε` of what the steps so far make of it, `�
 square is zero has stopped. Comparisons are written so that NaN is let through.
 """
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from proxprop.solvers.conjugate_gradients import HIDDEN, ROUNDING
+from proxprop.solvers.conjugate_gradients import HIDDEN, ROUNDING, SPOILT
 
-_ROUNDING, _HIDDEN = tl.constexpr(ROUNDING), tl.constexpr(HIDDEN)
+_ROUNDING, _SPOILT, _HIDDEN = tl.constexpr(ROUNDING), tl.constexpr(SPOILT), tl.constexpr(HIDDEN)
 
 
 def epsilon(terms: int) -> float:
     """The rounding of a product of so many float16 terms."""
     return 2.0**-23 if terms == 3 else 2.0**-11
+
+
+def flags(found: Sequence[Tensor], iterations: int, terms: int) -> Tensor | None:
+    """For each group whether a block of its outputs was flagged.
+
+    None after a single step, which can't go wrong, and where the caller allows TF32 and so asks for few digits.
+    """
+    if iterations == 1 or terms == 1:
+        return None
+    return found[0] if len(found) == 1 else torch.stack(list(found)).any(0)
 
 
 @triton.jit
@@ -47,6 +61,12 @@ def floor_of(energy, smallest, epsilon):
 def smaller(smallest, length):
     """The smallest step so far; one that was not taken does not count."""
     return tl.where((length > 0) & (length < smallest), length, smallest)
+
+
+@triton.jit
+def spoilt(largest, smallest, epsilon):
+    """Whether a step was taken along a curvature below the rounding of S."""
+    return largest * (_SPOILT * epsilon) > smallest
 
 
 @triton.jit

@@ -45,10 +45,14 @@ class Affine(Transfer):
         """
         if self.coarse:
             return super().rotated_sample_gram()
-        K = self._square(rotate(self._any_rows()))
+        K = self._square(self._rotated_rows())
         if self.bias:
             K[:, 0, 0] += self.sizes.samples
         return K
+
+    def _rotated_rows(self) -> Tensor:
+        """The rows of rotated samples, with the features in any order."""
+        return rotate(self._any_rows())
 
     def _any_rows(self) -> Tensor:
         """`rows`, with the features in any order."""

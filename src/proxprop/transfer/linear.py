@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxprop import tuning
+from proxprop import device, tuning
 from proxprop.solvers import Sizes
 from proxprop.solvers.matmul import transposed_product, wide
 from proxprop.transfer.affine import Affine
-from proxprop.transfer.rotation import rotate
 from proxprop.transfer.transfer import LayerCall, Parameters, Shapes
 
 
@@ -40,6 +39,7 @@ class LinearTransfer(Affine):
         self.output_shape = output_shape
         self.transposed = transposed
         self.coarse = input.dtype == torch.bfloat16
+        self._rotated: Tensor | None = None
         inputs = input.shape[-1] if weight_shape else 0
         self.sizes = Sizes(1, self.input.shape[0], inputs + self.ones, output_shape[-1])
 
@@ -88,7 +88,15 @@ class LinearTransfer(Affine):
         bias = U[0, 0] * self.sizes.samples**0.5 if self.bias else None
         if self.weight_shape is None:
             return None, bias
-        return self._weight_product(rotate(self.input[None])[0], U[0]), bias
+        return self._weight_product(self._rotated_rows()[0], U[0]), bias
+
+    def _rotated_rows(self) -> Tensor:
+        """Kept for the gradient where products need no copies in parts, so that there is memory for them."""
+        if self._rotated is not None:
+            return self._rotated
+        rotated = super()._rotated_rows()
+        self._rotated = rotated if device.tf32_allowed() else None
+        return rotated
 
     def _weight_product(self, X: Tensor, G: Tensor) -> Tensor:
         """`GᵀX` in the weight's layout; a factor that the caller does not keep is freed before the product."""
