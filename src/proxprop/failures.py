@@ -26,7 +26,9 @@ class FailureWarner:
             failed: true where the solve failed.
             reason: what the warning says, `Solver.failure`.
         """
-        if failed is None or self.warned or failed.is_meta or torch.compiler.is_compiling():
+        if failed is None or self.warned or torch.compiler.is_compiling():
+            return
+        if failed.is_meta or type(failed) is not Tensor:  # a stand-in, such as a fake tensor, has no value
             return
         if failed.device.type != "cuda":
             self._warn_if(any(failed.tolist()), layer, reason)

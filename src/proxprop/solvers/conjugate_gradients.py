@@ -14,7 +14,8 @@ The loop departs from the textbook where float32 makes it go wrong:
 - A column stops once its residual is what rounding leaves of it. A product rounds by about `ε√(‖W‖⟨p, Wp⟩)`, W being
   K or S, so the steps taken so far bound what the recurrence can still tell.
 - In sample space part of ρ can lie in the null space of K (more samples than features, equal rows). It does not reach
-  D, but its rounding reaches ⟨ρ, Kρ⟩ and ends the iteration earlier. `Iterate.lost` says where that may cost too much.
+  D, but its rounding reaches ⟨ρ, Kρ⟩ and ends the iteration earlier, perhaps after a first step of the least possible
+  length. `Iterate.lost` says where that may cost too much.
 - Each residual is orthogonalised against the first one once more. One eigenvalue that dominates, as the mean of
   activations makes it, would otherwise come back after two steps and take a step of its own again.
 - A direction that rounding turned uphill is replaced by its first step, which goes along the gradient.
@@ -96,6 +97,9 @@ class _Iteration:
         self.W_search = multiply(self.first)
         self.dual_first = self.first if diagonal is None else self.W_search
         self.squared = self.first_squared = self._inner(self.first, self.dual_first)
+        if diagonal is not None:
+            self.noise = self._rounding_of_K(diagonal)
+            self.squared = self.squared.masked_fill(self.squared <= self.noise, 0.0)
         self.image, self.length = self._measure(None)
         if diagonal is not None:  # this step leads along the gradient, but its length may be rounding
             trace = diagonal.sum(dims, keepdim=True)
@@ -103,7 +107,6 @@ class _Iteration:
         self.solution = torch.mul(self.length, self.search, out=out)
         self.smallest = self.largest = self.first_length = self.length
         self.energy = self.length * self.squared
-        self.noise: Tensor | None = None
         self.steps = 1
 
     def advance(self) -> None:
@@ -144,11 +147,10 @@ class _Iteration:
         """Stop the columns whose new residual is noise, for good; return the ratio to the one before."""
         floor = self.energy / self.smallest * (ROUNDING * self.epsilon) ** 2
         if self.diagonal is not None:
-            weighted = torch.mul(self.residual, self.diagonal, out=self.spare)
-            self.noise = weighted.mul_(self.residual).sum(self.dims, keepdim=True).mul_(self.epsilon)
+            self.noise = self._rounding_of_K(self.diagonal)
             floor = floor.maximum(self.noise)
         before = self.squared
-        self.squared = squared.masked_fill_((squared <= floor) | (self.length == 0), 0.0)
+        self.squared = squared.masked_fill_((squared <= floor) | (before == 0) | (self.length == 0), 0.0)
         return quotient(self.squared, before, 0.0)
 
     def _measure(self, out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -166,10 +168,13 @@ class _Iteration:
         """
         if self.diagonal is None:
             return self.largest * (SPOILT * self.epsilon) > self.smallest
-        if self.noise is None:
-            return torch.zeros_like(self.squared, dtype=torch.bool)
         hidden = self.noise * self.longest.square() > HIDDEN**2 * self.energy * self.smallest
-        return hidden & (self.squared == 0) & (self.first_squared > 0)
+        return hidden & (self.squared == 0)
+
+    def _rounding_of_K(self, diagonal: Tensor) -> Tensor:
+        """How much of ⟨ρ, Kρ⟩ may be rounding."""
+        weighted = torch.mul(self.residual, diagonal, out=self.spare)
+        return weighted.mul_(self.residual).sum(self.dims, keepdim=True).mul_(self.epsilon)
 
     def _inner(self, left: Tensor, right: Tensor) -> Tensor:
         return torch.mul(left, right, out=self.spare).sum(self.dims, keepdim=True)
