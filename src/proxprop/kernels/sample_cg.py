@@ -109,10 +109,12 @@ def _advance(
     K_rho = K_rho * unscale[:, None] * (side / unit)[None, :]
     diagonal, damping = diagonal / unit, damping / unit
     squared = tl.sum(rho * K_rho, axis=1)
+    noise = tl.sum(diagonal[None, :] * rho * rho, axis=1) * epsilon
     image = damping * rho + K_rho
-    ratio, noise = tl.zeros((OUTPUTS,), tl.float32), tl.zeros((OUTPUTS,), tl.float32)
-    if not FIRST:
-        noise = tl.sum(diagonal[None, :] * rho * rho, axis=1) * epsilon
+    ratio = tl.zeros((OUTPUTS,), tl.float32)
+    if FIRST:
+        squared = tl.where(squared <= noise, 0.0, squared)
+    else:
         energy = tl.load(ENERGY + at_output, mask=there, other=0.0)
         smallest = tl.load(SMALLEST + at_output, mask=there, other=1.0)
         before = tl.load(SQUARED + at_output, mask=there, other=0.0)

@@ -14,7 +14,8 @@ The loop departs from the textbook where float32 makes it go wrong:
 - A column stops once its residual is what rounding leaves of it. A product rounds by about `ε√(‖W‖⟨p, Wp⟩)`, W being
   K or S, so the steps taken so far bound what the recurrence can still tell.
 - In sample space part of ρ can lie in the null space of K (more samples than features, equal rows). It does not reach
-  D, but its rounding reaches ⟨ρ, Kρ⟩ and ends the iteration earlier. `Iterate.lost` says where that may cost too much.
+  D, but its rounding reaches ⟨ρ, Kρ⟩ and ends the iteration earlier, perhaps after a first step of the least possible
+  length. `Iterate.lost` says where that may cost too much.
 - Each residual is orthogonalised against the first one once more. One eigenvalue that dominates, as the mean of
   activations makes it, would otherwise come back after two steps and take a step of its own again.
 - A direction that rounding turned uphill is replaced by its first step, which goes along the gradient.
@@ -100,13 +101,15 @@ class _Iteration:
         self.rounding = None if diagonal is None else diagonal * self.precision.eps
         self.dual_first = self.first if diagonal is None else self.W_search
         self.squared = self.first_squared = self._inner(self.first, self.dual_first)
+        self.noise = None if self.rounding is None else self._inner_by(self.rounding)
+        if self.noise is not None:
+            self.squared = self.squared.masked_fill(self.squared <= self.noise, 0.0)
         self.image, self.length = self._measure(None)
         if diagonal is not None:  # this step leads along the gradient, but its length may be rounding
             self.length = self.length.maximum(1 / (diagonal.sum(dims, keepdim=True) + damping))
         self.solution = torch.mul(self.length, self.search, out=out)
         self.smallest = self.largest = self.first_length = self.length
         self.energy = self.length * self.squared
-        self.noise: Tensor | None = None
         self.steps = 1
 
     def advance(self) -> None:
@@ -149,11 +152,10 @@ class _Iteration:
         """
         floor = (self.energy / self.smallest).mul_((ROUNDING * self.precision.eps) ** 2)
         if self.rounding is not None:
-            weighted = torch.mul(self.residual, self.rounding, out=self.spare)
-            self.noise = weighted.mul_(self.residual).sum(self.dims, keepdim=True)
+            self.noise = self._inner_by(self.rounding)
             floor = floor.maximum(self.noise)
         before = self._positive(self.squared)
-        self.squared = squared.masked_fill_(squared <= floor, 0.0)
+        self.squared = squared.masked_fill_((squared <= floor) | (self.squared == 0), 0.0)
         return self.squared / before
 
     def _measure(self, out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -190,6 +192,11 @@ class _Iteration:
 
     def _inner(self, left: Tensor, right: Tensor) -> Tensor:
         return torch.mul(left, right, out=self.spare).sum(self.dims, keepdim=True)
+
+    def _inner_by(self, weights: Tensor) -> Tensor:
+        """The residual's inner product with itself, by weights."""
+        weighted = torch.mul(self.residual, weights, out=self.spare)
+        return weighted.mul_(self.residual).sum(self.dims, keepdim=True)
 
     def _positive(self, squared: Tensor) -> Tensor:
         """A square to divide by: where it is zero, so is what is divided. NaN stays NaN."""

@@ -58,7 +58,10 @@ def find(M: Tensor, space: str) -> Basis | None:
     size, largest = M.shape[-1], values[..., -1:]
     rounding = torch.finfo(M.dtype).eps * size**0.5 * largest
     null = values <= rounding
-    return Basis(values.masked_fill(null, 0.0), vectors, values.where(~null, size**0.5 * largest))
+    least = values.where(~null, torch.inf).amin(-1, keepdim=True)
+    # a null vector holds of another one its eigenvalue's share of the rounding, in whose square it counts
+    noisy = size**0.5 * largest * (rounding / least)
+    return Basis(values.masked_fill(null, 0.0), vectors, values.where(~null, noisy))
 
 
 def is_level(M: Tensor) -> bool:

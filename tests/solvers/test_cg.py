@@ -1,37 +1,17 @@
 """The space a system is solved in changes the cost, never the answer."""
 
-import sys
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from cases import relative_error
-from proxprop import CG, Exact
-from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Factored, Solver
+from proxprop import CG, Exact, tuning
+from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, ProductSolve
 from proxprop.transfer import LinearTransfer
-
-sizes = st.tuples(st.integers(1, 3), st.integers(1, 24), st.integers(1, 24), st.integers(1, 5))
-
-
-def problem(
-    sizes: tuple[int, int, int, int], seed: int, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor]:
-    groups, samples, features, outputs = sizes
-    generator = torch.Generator().manual_seed(seed)
-    A = torch.randn(groups, samples, features, generator=generator, dtype=torch.float64)
-    G = torch.randn(groups, samples, outputs, generator=generator, dtype=torch.float64)
-    return A.to(dtype), G.to(dtype)
-
-
-def solve_in(space: str, solver: Solver, A: Tensor, G: Tensor, damping: float) -> Tensor:
-    if space == SAMPLE:
-        return A.mT @ solver.samples(A @ A.mT, G, damping).value
-    if space == FEATURE:
-        return solver.features(A.mT @ A, A.mT @ G, damping).value
-    return solver.matrix_free(lambda V: A.mT @ (A @ V), A.mT @ G, damping).value
+from solvers.systems import problem, sizes, solve_in
 
 
 @given(sizes=sizes, seed=st.integers(0, 2**31), k=st.integers(1, 10), per_output=st.booleans())
@@ -101,7 +81,7 @@ def test_cg_needs_no_more_steps_than_there_are_eigenvalues() -> None:
 
 
 def test_plain_cg_on_the_sample_system_is_another_method() -> None:
-    """Guards the reason sample_cg exists: Euclidean CG on K gives other iterates."""
+    """Guards the reason for the inner product with K: Euclidean CG on K gives other iterates."""
     A, G = problem((1, 8, 12, 2), seed=3)
     ours = solve_in(SAMPLE, CG(3), A, G, damping=1.0)
     other = A.mT @ CG(3).features(A @ A.mT, G, damping=1.0).value
@@ -128,56 +108,36 @@ def test_a_gradient_that_is_nearly_zero_is_still_followed(k: int) -> None:
     assert bool(((A.mT.double() @ G.double()) * D.double()).sum(-2).gt(0).all())
 
 
+@pytest.mark.parametrize("space", [SAMPLE, FEATURE])
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("outputs", [1, 17, 32])
 @pytest.mark.parametrize("iterations", [1, 2, 5])
-def test_outputs_taken_as_rows_give_the_same(monkeypatch, groups: int, outputs: int, iterations: int) -> None:
-    A = torch.randn(groups, 9, 6, dtype=torch.float64)
-    G = torch.randn(groups, 9, outputs, dtype=torch.float64)
-    K, given = A @ A.mT, G.clone()
-    whole = CG(iterations).samples(K, G, 0.3).value
-    monkeypatch.setattr(sys.modules[CG.__module__], "TURNED_NUMBERS", 1)
-    monkeypatch.setattr(sys.modules[CG.__module__], "FEWEST_OUTPUTS", 1)
-    for size in (1, 8 * 48 * 9 * groups, 10**7):  # one output at a time, eight or sixteen, all
-        monkeypatch.setattr(sys.modules[CG.__module__], "BYTES_IN_USE", size)
-        by_rows = CG(iterations).samples(K, G, 0.3).value
-        assert by_rows.stride() != whole.stride() or outputs == 1
-        assert relative_error(A.mT @ by_rows, A.mT @ whole) < 1e-13
+def test_blocks_of_outputs_give_what_all_at_once_do(monkeypatch, space, groups: int, iterations: int) -> None:
+    A, G = problem((groups, 9, 6, 19), seed=0)
+    given = G.clone()
+    whole = solve_in(space, CG(iterations), A, G, damping=0.3)
+    monkeypatch.setattr(tuning, "CPU_BLOCK_BYTES", 0)
+    for width in (1, 8, 19):
+        monkeypatch.setattr(tuning, "CPU_BLOCK_LEAST_OUTPUTS", width)
+        assert relative_error(solve_in(space, CG(iterations), A, G, damping=0.3), whole) < 1e-13
     assert torch.equal(G, given)
 
 
+@pytest.mark.parametrize("space", [SAMPLE, FEATURE, MATRIX_FREE])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("iterations", [1, 3])
-def test_outputs_taken_as_rows_may_differ_in_scale_and_be_dead(
-    monkeypatch, groups: int, iterations: int
-) -> None:
+def test_outputs_may_differ_in_scale_and_be_dead(space: str, groups: int, iterations: int) -> None:
     """A sum of squares that float32 can't hold in one output of one group leaves all others right."""
-    monkeypatch.setattr(sys.modules[CG.__module__], "TURNED_NUMBERS", 1)
-    scales = torch.tensor([[1.0, 1e-25, 1e25, 1e-3, 0.0, 1e-22], [1e-22, 1.0, 0.0, 1e25, 1e-25, 1e-3]])[
-        :groups
-    ]
+    scales = torch.tensor([[1.0, 1e-25, 1e25, 1e-3, 0.0, 1e-22], [1e-22, 1.0, 0.0, 1e25, 1e-25, 1e-3]])
+    scales = scales[:groups, None]
     A, G = problem((groups, 9, 6, 6), seed=5, dtype=torch.float32)
-    D = A.mT @ CG(iterations).samples(A @ A.mT, G * scales[:, None], 0.3).value
-    expected = solve_in(
-        FEATURE, CG(iterations), A.double(), G.double() * scales[:, None].double(), damping=0.3
-    )
+    D = solve_in(space, CG(iterations), A, G * scales, damping=0.3)
+    expected = solve_in(FEATURE, CG(iterations), A.double(), G.double() * scales.double(), damping=0.3)
     for found, right in zip(D.mT.flatten(0, 1), expected.mT.flatten(0, 1), strict=True):
         assert relative_error(found.double(), right) < 1e-5
 
 
-def test_a_dead_output_is_not_solved_again(monkeypatch) -> None:
-    module = sys.modules[CG.__module__]
-    monkeypatch.setattr(module, "TURNED_NUMBERS", 1)
-    monkeypatch.setattr(module, "sample_cg", None)
-    A, G = problem((1, 9, 6, 6), seed=5)
-    G[..., 2] = 0.0
-    assert torch.equal(CG(1).samples(A @ A.mT, G, 0.3).value[..., 2], torch.zeros(1, 9, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("numbers", [1, 2**16])
-def test_a_first_step_whose_sums_are_all_rounding_has_a_possible_length(monkeypatch, numbers: int) -> None:
+def test_a_first_step_whose_sums_are_all_rounding_has_a_possible_length() -> None:
     """G in the null space of K: ⟨G, KG⟩ comes out as noise of either sign, the length must not."""
-    monkeypatch.setattr(sys.modules[CG.__module__], "TURNED_NUMBERS", numbers)
     A, G = problem((1, 30, 4, 50), seed=1)
     G = G - A @ torch.linalg.lstsq(A, G).solution
     K, G = (A @ A.mT).float(), G.float()
@@ -188,6 +148,37 @@ def test_a_first_step_whose_sums_are_all_rounding_has_a_possible_length(monkeypa
     assert float(lengths.min()) >= (1 - 1e-5) / (0.3 + float(K.diagonal(dim1=-2, dim2=-1).sum()))
 
 
+@pytest.mark.filterwarnings(
+    "ignore:There is a performance drop"
+)  # torch's words on what vmap does one by one
+@pytest.mark.parametrize("given", ["tracked", "traced", "batched"])
+@pytest.mark.parametrize("space", [SAMPLE, FEATURE])
+def test_a_solve_can_be_tracked_traced_and_batched(space: str, given: str) -> None:
+    A, G = problem((1, 6, 8, 9), seed=1)
+    M, right = (A @ A.mT, G) if space == SAMPLE else (A.mT @ A, A.mT @ G)
+    solve = CG(4).samples if space == SAMPLE else CG(4).features
+    plain = solve(M, right, 1.0).value
+    if given == "tracked":
+        found = solve(M, right.clone().requires_grad_(), 1.0).value
+    elif given == "traced":
+        found = make_fx(lambda M, right: solve(M, right, 1.0).value)(M, right)(M, right)
+    else:
+        found = torch.vmap(lambda one: solve(M, one, 1.0).value)(right[None])[0]
+    assert relative_error(found, plain) < 1e-12
+
+
+@pytest.mark.parametrize("iterations", [0, -1])
+def test_fewer_than_one_iteration_is_refused(iterations: int) -> None:
+    with pytest.raises(ValueError, match=rf"iterations should be at least 1 but is {iterations}"):
+        CG(iterations)
+
+
+@pytest.mark.parametrize("iterations", [True, 2.0, "3"])
+def test_iterations_that_are_no_whole_number_are_refused(iterations: object) -> None:
+    with pytest.raises(TypeError, match="iterations should be a whole number but is"):
+        CG(iterations)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("transposed", [True, False])
 def test_an_inverse_may_act_on_a_narrow_input_instead_of_the_gradient(bias: bool, transposed: bool) -> None:
@@ -195,12 +186,13 @@ def test_an_inverse_may_act_on_a_narrow_input_instead_of_the_gradient(bias: bool
     weight = torch.Size([6, 9] if transposed else [9, 6])
     transfer = LinearTransfer(X, G.shape, weight, bias, transposed)
     ready = Exact().prepared(SAMPLE, transfer.sample_gram(), 0.3, outputs=9)
-    assert isinstance(ready, Factored)
+    assert isinstance(ready, ProductSolve)
     expected = transfer.gradient(transfer.from_samples(ready(transfer.to_samples(G)).value))
-    found = transfer.direction(2.0 * ready.left, ready.right(transfer.to_samples(G)))
+    right, failed = ready.right(transfer.to_samples(G))
+    found = transfer.direction(2.0 * ready.left, right)
     assert transfer.is_narrow()
-    assert ready.failed is not None
-    assert not ready.failed.any()
+    assert failed is not None
+    assert not failed.any()
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours is None) == (theirs is None)
         assert ours is None or relative_error(ours, 2 * theirs) < 1e-12

@@ -1,0 +1,128 @@
+"""Every space comes as close to the best point of a Krylov space as float32 allows, also where rounding matters."""
+
+import warnings
+
+import pytest
+import torch
+
+import proxprop
+from proxprop import CG, Exact
+from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, SPACES
+from solvers.krylov import (
+    REGIMES,
+    System,
+    assert_close,
+    assert_descends,
+    direction,
+    relative,
+    system,
+    system_of,
+)
+
+EVERY_SPACE = pytest.mark.parametrize("space", SPACES)
+ITERATIONS = {1e-4: (1, 3, 40), 1.0: (1, 3, 10, 40), 1e4: (1, 3, 10, 40, 100)}
+"""For each τ_θ: with a small one, CG is done after a step or two and has to stop."""
+
+
+def check(of: System, space: str, iterations: int, outputs: int | None = None) -> None:
+    D = direction(of, CG(iterations), space, outputs)
+    assert_descends(D, of)
+    assert_close(D, of, iterations)
+
+
+@pytest.mark.parametrize("tau_theta", ITERATIONS)
+@EVERY_SPACE
+@pytest.mark.parametrize("regime", REGIMES)
+def test_rounding_costs_no_more_than_it_has_to(regime: str, space: str, tau_theta: float) -> None:
+    of = system(regime, tau_theta)
+    for iterations in ITERATIONS[tau_theta]:
+        check(of, space, iterations)
+    check(of, space, iterations=10, outputs=1)
+
+
+@pytest.mark.slow
+@EVERY_SPACE
+@pytest.mark.parametrize("sizes", [(48, 64), (120, 24), (24, 200), (200, 200)])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_rounding_at_other_sizes(regime: str, sizes: tuple[int, int], space: str) -> None:
+    for tau_theta in (1e-4, 1e-2, 1.0, 1e2, 1e4):
+        for iterations in (1, 2, 3, 5, 10, 20, 40, 100):
+            for outputs in (1, 32):
+                check(system(regime, tau_theta, *sizes), space, iterations, outputs)
+
+
+@pytest.mark.parametrize("iterations", [30, 50])
+@EVERY_SPACE
+def test_repeated_rows_with_more_iterations_than_they_have_directions(space: str, iterations: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 64).repeat(4, 1)
+    check(system_of(x, outputs=64), space, iterations)
+
+
+@EVERY_SPACE
+def test_a_mean_that_hides_the_differences(space: str) -> None:
+    torch.manual_seed(0)
+    x = 1 + 1e-3 * torch.randn(64, 256)
+    check(system_of(x, outputs=256), space, iterations=10)
+
+
+@EVERY_SPACE
+def test_a_mean_that_hides_nearly_all_differences(space: str) -> None:
+    torch.manual_seed(0)
+    x = 1 + 1e-4 * torch.randn(64, 256)
+    check(system_of(x, outputs=256), space, iterations=3)
+
+
+@EVERY_SPACE
+def test_a_mean_far_above_one(space: str) -> None:
+    torch.manual_seed(0)
+    check(system_of(torch.randn(64, 256) + 1000, outputs=256), space, iterations=3)
+
+
+@EVERY_SPACE
+def test_one_row_fifty_times(space: str) -> None:
+    torch.manual_seed(0)
+    check(system_of(torch.randn(1, 64).repeat(50, 1), outputs=64, tau_theta=1e4), space, iterations=20)
+
+
+@pytest.mark.parametrize("space", [FEATURE, MATRIX_FREE])
+def test_large_inputs_with_many_iterations(space: str) -> None:
+    torch.manual_seed(0)
+    check(system_of(1e6 * torch.randn(48, 64), outputs=32), space, iterations=40)
+
+
+@EVERY_SPACE
+def test_small_inputs(space: str) -> None:
+    torch.manual_seed(0)
+    for iterations in (1, 3, 10):
+        check(system_of(1e-6 * torch.randn(48, 64), outputs=32, tau_theta=100.0), space, iterations)
+
+
+def test_inputs_whose_squares_are_large_in_sample_space() -> None:
+    torch.manual_seed(0)
+    for iterations in (1, 3, 10):
+        check(system_of(1e10 * torch.randn(48, 64), outputs=32), SAMPLE, iterations)
+
+
+@pytest.mark.parametrize("space", [SAMPLE, FEATURE])
+def test_an_exact_direction_of_equal_rows(space: str) -> None:
+    """In feature space rounding leaves a matrix that is singular; whatever is done then has to be said."""
+    torch.manual_seed(0)
+    of = system_of(torch.full((50, 64), 3.0), outputs=32, tau_theta=1e4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        D = direction(of, Exact(), space)
+    assert_descends(D, of)
+    if not caught:
+        assert relative(D, of.exact) < 1e-2
+    assert all("not positive definite" in str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize("space", [SAMPLE, FEATURE])
+@pytest.mark.parametrize("scale", [1e19, 1e25])
+def test_an_exact_direction_whose_matrix_overflows_is_not_silent(space: str, scale: float) -> None:
+    torch.manual_seed(0)
+    layer = proxprop.nn.Linear(8, 4, solver=Exact(), space=space)
+    with pytest.warns(RuntimeWarning, match="not positive definite in this precision.*inputs of very large"):
+        layer(scale * torch.randn(6, 8)).sum().backward()
+    assert not bool(layer.weight.grad.isfinite().all())
