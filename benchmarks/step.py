@@ -18,7 +18,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -65,14 +65,18 @@ def main() -> None:
     options = parse()
     torch.manual_seed(0)
     take_workspaces(options.device)
-    setting = [f"{HUGE_PAGES}={os.environ[HUGE_PAGES]}"] if HUGE_PAGES in os.environ else []
-    command = " ".join([*setting, *sys.argv]).split(" --out")[0]
-    head, rows = {"command": command, "environment": environment(options.device)}, []
+    head, rows = {"command": command(), "environment": environment(options.device)}, []
     for name in list(NETWORKS) if options.networks == ["all"] else options.networks:
         for precision in options.precisions:
             rows += measure(NETWORKS[name], options, precision)
             save({**head, "rows": [asdict(row) for row in rows]}, options.out)
     print_table(rows)
+
+
+def command() -> str:
+    """What was called, without where to write to."""
+    setting = [f"{HUGE_PAGES}={os.environ[HUGE_PAGES]}"] if HUGE_PAGES in os.environ else []
+    return " ".join([*setting, *sys.argv]).split(" --out")[0]
 
 
 def save(record: dict, path: Path | None) -> None:
@@ -110,9 +114,7 @@ def parse() -> argparse.Namespace:
 
 def measure(network: Network, options: argparse.Namespace, precision: str) -> list[Row]:
     """Time every method on one network, round by round."""
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    # TF32 holds all of a bfloat16 number, and it is torch's default for convolutions.
-    torch.backends.cudnn.allow_tf32 = precision != "fp32"
+    set_precision(precision)
     variants = [("backprop", None)] + [(method, None) for method in options.methods]
     if options.spaces:
         variants += [(m, space) for m in options.methods if m in SOLVERS for space in SOLVERS[m].spaces]
@@ -127,13 +129,9 @@ def measure(network: Network, options: argparse.Namespace, precision: str) -> li
                 raise ValueError(
                     f"{predicted[name] / predicted[method]:.0f} times the FLOPs of the chosen space"
                 )
-            captures = options.device != "cpu" and not (options.eager or options.passes)
-            if options.device == "cpu":
-                again = partial(prepare, network, method, space, options, precision)
-                memory[name] = peak_memory_on_a_cpu(again)
-            else:
-                memory[name] = None if options.passes else peak_memory(step, options.device, others, captures)
-            steps[name] = captured(step) if captures else step
+            again = partial(prepare, network, method, space, options, precision)
+            memory[name] = memory_of(step, again, others, options)
+            steps[name] = as_timed(step, options)
         except (
             RuntimeError,
             ImportError,
@@ -147,10 +145,39 @@ def measure(network: Network, options: argparse.Namespace, precision: str) -> li
     ]
 
 
+def set_precision(precision: str) -> None:
+    """Let torch multiply in this precision."""
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    # TF32 holds all of a bfloat16 number, and it is torch's default for convolutions.
+    torch.backends.cudnn.allow_tf32 = precision != "fp32"
+
+
+def captures(options: argparse.Namespace) -> bool:
+    """Whether whole steps are captured in CUDA graphs."""
+    return options.device != "cpu" and not (options.eager or options.passes)
+
+
+def as_timed(step: Callable, options: argparse.Namespace) -> Callable:
+    """The step in the way that is timed."""
+    return captured(step) if captures(options) else step
+
+
+def memory_of(step: Callable, again: Callable, others: int, options: argparse.Namespace) -> float | None:
+    """Most memory a step holds, in MiB, by what the device has to tell; `again` prepares the step anew."""
+    if options.device == "cpu":
+        return peak_memory_on_a_cpu(again)
+    return None if options.passes else peak_memory(step, options.device, others, captures(options))
+
+
 def timed(
-    steps: dict[str, Callable], options: argparse.Namespace
+    steps: dict[str, Callable],
+    options: argparse.Namespace,
+    within: Callable[[str], AbstractContextManager] = nullcontext,
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Milliseconds of every method in every round, and their ratios to the mean of BackProp's before and after."""
+    """Milliseconds of every method in every round, and their ratios to the mean of BackProp's before and after.
+
+    A method runs within the context that `within` makes from its name.
+    """
     times: dict[str, list[float]] = {name: [] for name in steps}
     ratios: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(options.rounds):
@@ -158,7 +185,8 @@ def timed(
         times["backprop"].append(before)
         ratios["backprop"].append(1.0)
         for name in [name for name in steps if name != "backprop"]:
-            took = milliseconds(steps[name], options.device)
+            with within(name):
+                took = milliseconds(steps[name], options.device)
             after = milliseconds(steps["backprop"], options.device)
             times[name].append(took)
             ratios[name].append(2 * took / (before + after))
@@ -169,9 +197,15 @@ def timed(
 def row(
     network: str, name: str, precision: str, times: list[float], ratios: list[float], predicted, memory
 ) -> Row:
-    low, _, high = quantiles(ratios, n=4)
+    low, high = quartiles(ratios)
     share = memory[name] / memory["backprop"] if memory["backprop"] else None
     return Row(network, name, precision, median(times), median(ratios), low, high, predicted[name], share)
+
+
+def quartiles(values: list[float]) -> tuple[float, float]:
+    """The lower and the upper one; both are the value where there is one."""
+    low, _, high = quantiles(values, n=4) if len(values) > 1 else 3 * values
+    return low, high
 
 
 def prepare(
