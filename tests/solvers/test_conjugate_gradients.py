@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cases import relative_error, textbook_cg
 from proxprop.solvers import FEATURE, SAMPLE
-from proxprop.solvers.conjugate_gradients import Iterate, conjugate_gradients, normalize, quotient
+from proxprop.solvers.conjugate_gradients import Iterate, conjugate_gradients, normalize
 from solvers.systems import problem, sizes
 
 PER_OUTPUT, FLAT = (-2,), (-3, -2, -1)
@@ -78,7 +78,7 @@ def test_a_zero_column_stays_exactly_zero(space: str, iterations: int) -> None:
     found, lost = loop(space, A, G, iterations)
     assert not found[0, :, 1].any()
     assert relative_error(found[1], expected[1]) < 1e-14
-    assert not lost.any()
+    assert lost is None or not lost.any()
 
 
 @BOTH
@@ -133,11 +133,15 @@ def test_noise_takes_no_step_uphill(iterations: int, damping: float) -> None:
     assert bool(((A.mT.double() @ G.double()) * D.double()).sum(-2).gt(0).all())
 
 
+def flagged(found: Iterate) -> bool:
+    return found.lost is not None and bool(found.lost.any())
+
+
 @BOTH
 def test_nothing_is_flagged_where_rounding_is_harmless(space: str) -> None:
     A, G = problem((3, 20, 30, 4), seed=0, dtype=torch.float32)
     for iterations in (1, 3, 10, 40):
-        assert not loop(space, A, G, iterations).lost.any()
+        assert not flagged(loop(space, A, G, iterations))
 
 
 @BOTH
@@ -151,13 +155,6 @@ def test_the_arguments_are_left_alone_and_a_result_can_be_written_in_place(space
     assert written.solution is out
     assert torch.equal(out, fresh.solution)
     assert torch.equal(G, before)
-
-
-def test_a_quotient_has_a_way_out_for_zero_alone() -> None:
-    numerator = torch.tensor([1.0, 2.0, torch.nan, 1.0])
-    denominator = torch.tensor([0.0, 4.0, 1.0, torch.nan])
-    assert torch.equal(quotient(numerator, denominator, 7.0)[:2], torch.tensor([7.0, 0.5]))
-    assert quotient(numerator, denominator, 7.0)[2:].isnan().all()
 
 
 def test_columns_are_brought_to_one_and_zeros_left_alone() -> None:

@@ -282,7 +282,7 @@ def feature_cg(
         for some in B.split(triton.cdiv(outputs, blocks), dim=-1)
     ]
     D = found[0][0] if len(found) == 1 else torch.cat([D for D, _ in found], dim=-1)
-    return D, flags([spoilt for _, spoilt in found], iterations, parts)
+    return D, flags([spoilt for _, spoilt in found], parts)
 
 
 def _solve(

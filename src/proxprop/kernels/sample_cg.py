@@ -145,10 +145,9 @@ def _advance(
             else:
                 u += share[:, None] * tl.load(RHO + earlier * array + at, mask=inside, other=0.0)
         u *= (tl.load(SCALE + at_output, mask=there, other=1.0) / unit)[:, None]
-        if not FIRST:
-            lost = hidden(noise, squared, energy, smallest, damping) & there
-            if tl.max(lost.to(tl.int32), axis=0) > 0:
-                tl.store(LOST + group, 1)
+        lost = hidden(noise, squared, energy, smallest, damping) & there
+        if tl.max(lost.to(tl.int32), axis=0) > 0:
+            tl.store(LOST + group, 1)
         tl.store(K_RHO + at, u, mask=inside)  # which the sums have read
     else:
         tl.store(SQUARED + at_output, squared, mask=there)
@@ -198,7 +197,7 @@ def sample_cg(
         for some in G.split(triton.cdiv(outputs, blocks), dim=-1)
     ]
     U = found[0][0] if len(found) == 1 else torch.cat([U for U, _ in found], dim=1)
-    return U[..., :samples].mT, flags([lost for _, lost in found], iterations, parts)
+    return U[..., :samples].mT, flags([lost for _, lost in found], parts)
 
 
 def _arrays(iterations: int, parts: int) -> tuple[int, int]:

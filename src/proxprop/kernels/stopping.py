@@ -21,12 +21,9 @@ def epsilon(terms: int) -> float:
     return 2.0**-23 if terms == 3 else 2.0**-11
 
 
-def flags(found: Sequence[Tensor], iterations: int, terms: int) -> Tensor | None:
-    """For each group whether a block of its outputs was flagged.
-
-    None after a single step, which can't go wrong, and where the caller allows TF32 and so asks for few digits.
-    """
-    if iterations == 1 or terms == 1:
+def flags(found: Sequence[Tensor], terms: int) -> Tensor | None:
+    """For each group whether a block of its outputs was flagged; None where the caller allows TF32's few digits."""
+    if terms == 1:
         return None
     return found[0] if len(found) == 1 else torch.stack(list(found)).any(0)
 

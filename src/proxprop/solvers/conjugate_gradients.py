@@ -100,10 +100,11 @@ class _Iteration:
         self.W_search = multiply(self.first)
         self.rounding = None if diagonal is None else diagonal * self.precision.eps
         self.dual_first = self.first if diagonal is None else self.W_search
-        self.squared = self.first_squared = self._inner(self.first, self.dual_first)
+        self.squared = self._inner(self.first, self.dual_first)
         self.noise = None if self.rounding is None else self._inner_by(self.rounding)
         if self.noise is not None:
-            self.squared = self.squared.masked_fill(self.squared <= self.noise, 0.0)
+            self.squared.masked_fill_(self.squared <= self.noise, 0.0)
+        self.over_first = (1 / self.squared).masked_fill_(self.squared == 0, 0.0)
         self.image, self.length = self._measure(None)
         if diagonal is not None:  # this step leads along the gradient, but its length may be rounding
             self.length = self.length.maximum(1 / (diagonal.sum(dims, keepdim=True) + damping))
@@ -120,7 +121,7 @@ class _Iteration:
             (self.residual, self.search, self.W_search, self.image) if reused else (None,) * 4
         )
         self.residual = torch.addcmul(self.residual, self.length, self.image, value=-1, out=residual)
-        share = self._inner(self.residual, self.dual_first).div_(self._positive(self.first_squared))
+        share = self._inner(self.residual, self.dual_first).mul_(self.over_first)
         self.residual.addcmul_(share, self.first, value=-1)
         dual = self.residual if self.rounding is None else self.multiply(self.residual)
         ratio = self._compare(self._inner(self.residual, dual))
@@ -138,11 +139,10 @@ class _Iteration:
 
     def end(self) -> Iterate:
         """The solution, replaced by its first step where rounding turned it uphill."""
-        if self.steps == 1:
-            return Iterate(self.solution.mul_(self.scale), None)
-        uphill = self._inner(self.solution, self.dual_first) < 0
-        if self._must_not_wait() or uphill.any():
-            self.solution.copy_(torch.where(uphill, self.first_length * self.first, self.solution))
+        if self.steps > 1:
+            uphill = self._inner(self.solution, self.dual_first) < 0
+            if self._must_not_wait() or uphill.any():
+                self.solution.copy_(torch.where(uphill, self.first_length * self.first, self.solution))
         return Iterate(self.solution.mul_(self.scale), self._lost())
 
     def _compare(self, squared: Tensor) -> Tensor:
@@ -179,6 +179,8 @@ class _Iteration:
         `√noise/λ` bounds what rounding of K hides of D, and `‖D‖² ≥ ‖D‖²_M / ‖M‖`, energy times the first step.
         """
         if self.noise is None:
+            if self.steps == 1:
+                return None
             return self.largest * (SPOILT * self.precision.eps) > self.first_length
         stopped = self.squared == 0
         if not self._must_not_wait() and not stopped.any():

@@ -95,7 +95,7 @@ class LinearTransfer(Affine):
         if self._rotated is not None:
             return self._rotated
         rotated = super()._rotated_rows()
-        self._rotated = rotated if device.tf32_allowed() else None
+        self._rotated = rotated if not device.is_traced() and device.tf32_allowed() else None
         return rotated
 
     def _weight_product(self, X: Tensor, G: Tensor) -> Tensor:
