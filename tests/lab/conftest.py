@@ -44,6 +44,15 @@ def finished_copy(tmp_path, finished):
 
 
 @pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working folder, with no data to be found anywhere."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("PROXPROP_DATA", raising=False)
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
 def made():
     """A function that makes a record by hand: final losses go down geometrically from 2 to `loss`."""
 
