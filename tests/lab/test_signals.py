@@ -15,7 +15,7 @@ from proxprop.lab.workers import _Stop
 LAB = (sys.executable, "-m", "proxprop.lab")
 NET = ("--hidden", "8", "--batch-size", "10")
 FEW = ("compare", *NET, "--epochs", "30", "--seeds", "1", "--solvers", "backprop,cg:3", "--optimizers", "sgd",
-       "--lrs", "0.001,0.01,0.1")  # fmt: skip
+       "--lrs", "0.001,0.01,0.1", "--jobs", "2")  # fmt: skip
 ENDLESS = ("compare", *NET, "--epochs", "100000", "--seeds", "1", "--lrs", "0.01,0.1", "--jobs", "2")
 
 
@@ -55,7 +55,7 @@ def test_ctrl_c_says_how_to_go_on(here, blobs):
 
 def test_ctrl_c_stops_a_whole_comparison_and_the_same_command_goes_on(here, blobs):
     """Two workers, a signal to all of them, as a terminal sends it."""
-    with started(here, *FEW, "--jobs", "2", "--data", str(blobs)) as process:
+    with started(here, *FEW, "--data", str(blobs)) as process:
         wait(process, lambda: stamps(here))
         os.killpg(process.pid, signal.SIGINT)
         told, errors = process.communicate(timeout=60)
@@ -65,7 +65,7 @@ def test_ctrl_c_stops_a_whole_comparison_and_the_same_command_goes_on(here, blob
     finished = stamps(here)
     assert 0 < len(finished) < 6
     with pytest.raises(SystemExit) as left:
-        main([*FEW, "--jobs", "1", "--data", str(blobs)])
+        main([*FEW, "--data", str(blobs)])
     assert not left.value.code
     assert len(stamps(here)) == 6
     assert finished.items() <= stamps(here).items()
