@@ -53,6 +53,7 @@ def test_ctrl_c_says_how_to_go_on(here, blobs):
     assert len(list((here / "my run").glob("checkpoint-*.ckpt"))) == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_a_whole_comparison_and_the_same_command_goes_on(here, blobs):
     """Two workers, a signal to all of them, as a terminal sends it."""
     with started(here, *FEW, "--data", str(blobs)) as process:

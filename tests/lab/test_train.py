@@ -283,7 +283,7 @@ def test_kill_nine_at_any_moment_changes_nothing(tmp_path, small, solver, optimi
     """Really killed, again and again, at random moments of starting, stepping, measuring and writing."""
     import random
 
-    config = replace(small, solver=solver, optimizer=optimizer, lr=0.05, epochs=40, log_steps=3)
+    config = replace(small, solver=solver, optimizer=optimizer, lr=0.05, epochs=20, log_steps=3)
     config = replace(config, checkpoint_seconds=0.0)
     began = time.perf_counter()
     whole = train(config, tmp_path / "whole").folder
