@@ -6,10 +6,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from proxprop.lab.config import Config
 from proxprop.lab.records import Record
 from proxprop.lab.train import train
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Train on one thread: more gain nothing on networks this small, and lose much on shared cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +56,15 @@ def finished_copy(tmp_path, finished):
 
 
 @pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working folder, with no data to be found anywhere."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("PROXPROP_DATA", raising=False)
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
 def made():
     """A function that makes a record by hand: final losses go down geometrically from 2 to `loss`."""
 

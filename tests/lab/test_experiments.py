@@ -103,7 +103,7 @@ def test_quick_is_small_and_keeps_the_methods():
     assert {(run.data, run.epochs) for run in short} == {("digits", 2)}
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_finished_runs_are_not_run_again(tmp_path, small, jobs):
     runs = experiments.compare(small, ["backprop", "cg:2"], {"sgd": [0.01]}, seeds=1)
     told = []

@@ -236,7 +236,7 @@ def test_tensorboard_gets_the_epochs_or_says_how_to_install(tmp_path, small, mon
     assert ("loss", 1) in written
     assert written[-1] == "closed"
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(Refused, match=r"pip install 'proxprop\[tensorboard\]'"):
+    with pytest.raises(Refused, match=r"pip install '\.\[tensorboard\]' in a checkout of proxprop"):
         train(replace(small, tensorboard=True), tmp_path / "other")
 
 
@@ -271,19 +271,26 @@ def newest(folder):
     return max((path.name for path in checkpoint.paths(folder)), default=None)
 
 
-@pytest.mark.parametrize(("solver", "optimizer", "seed"), [("cg:2", "adam", 1), ("exact", "sgd", 2)])
-def test_kill_nine_at_any_moment_changes_nothing(tmp_path, small, solver, optimizer, seed):
+@pytest.mark.parametrize(
+    ("solver", "optimizer", "kills"),
+    [
+        ("cg:2", "adam", 2),
+        pytest.param("cg:2", "adam", 4, marks=pytest.mark.slow),
+        pytest.param("exact", "sgd", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_kill_nine_at_any_moment_changes_nothing(tmp_path, small, solver, optimizer, kills):
     """Really killed, again and again, at random moments of starting, stepping, measuring and writing."""
     import random
 
-    config = replace(small, solver=solver, optimizer=optimizer, lr=0.05, epochs=40, log_steps=3)
+    config = replace(small, solver=solver, optimizer=optimizer, lr=0.05, epochs=20, log_steps=3)
     config = replace(config, checkpoint_seconds=0.0)
     began = time.perf_counter()
     whole = train(config, tmp_path / "whole").folder
     duration = time.perf_counter() - began
-    moments = random.Random(seed)
+    moments = random.Random(kills)
     folder, killed = tmp_path / "run", 0
-    for attempt in range(8):
+    for attempt in range(kills + 1):
         arguments = [sys.executable, "-c", KILLED, repr(vars(config)), str(folder)]
         process = subprocess.Popen(arguments, stderr=subprocess.PIPE)
         before = newest(folder)
@@ -292,7 +299,7 @@ def test_kill_nine_at_any_moment_changes_nothing(tmp_path, small, solver, optimi
             newest(folder) == before if attempt else not (folder / "lock").exists()
         ):
             time.sleep(0.002)
-        if attempt < 4:
+        if attempt < kills:
             time.sleep(moments.uniform(0, duration / 6))
             process.kill()
         process.communicate()
@@ -300,7 +307,7 @@ def test_kill_nine_at_any_moment_changes_nothing(tmp_path, small, solver, optimi
         if process.returncode == 0:
             break
     assert process.returncode == 0
-    assert killed >= 2
+    assert killed >= kills / 2
     assert outcome(folder) == outcome(whole)
 
 

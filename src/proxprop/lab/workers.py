@@ -62,10 +62,11 @@ class _Stop:
         self._asked = False
 
     def ask(self) -> None:
-        """Let every process stop after its step and take no more work."""
-        self._asked = True
-        for worker in self._workers:
-            worker.terminate()
+        """Let every process stop after its step and take no more work; a second request would interrupt the step."""
+        if not self._asked:
+            self._asked = True
+            for worker in self._workers:
+                worker.terminate()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
