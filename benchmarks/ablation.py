@@ -106,38 +106,38 @@ def constant(name: str, value: object) -> tuple[tuple[Any, str, Any], ...]:
 BOTH = ("mlp-500", "convnet-500")
 FLOAT32 = ("fp32", "tf32")
 PATHS = {
-    "side streams": Path(
+    "side-streams": Path(
         "solve beside the backward pass", ((layer, "pays", never),), BOTH, precisions=FLOAT32
     ),
-    "early preparation": Path(
+    "early-preparation": Path(
         "prepare K before backward reaches its layer",
         constant("PREPARED_MOST_ROWS", 0), ("mlp-500", "mlp-50"), precisions=FLOAT32,
     ),
-    "launch cache": Path(
+    "launch-cache": Path(
         "launch without asking Triton which kernel", ((Launches, "__call__", ask_triton),), way="eager"
     ),
-    "image rows": Path(
+    "image-rows": Path(
         "form S of short image rows in few launches", constant("IMAGE_ROWS_MOST_NUMBERS", 0), ("convnet-500",)
     ),
-    "bfloat16 terms": Path(
+    "bfloat16-terms": Path(
         "multiply float32 numbers on tensor cores", constant("TERMS_LEAST_FLOPS", HUGE), BOTH
     ),
-    "shared terms": Path(
+    "shared-terms": Path(
         "save memory: two products share their terms", constant("TERMS_LEAST_SPLIT_BYTES", HUGE)
     ),
-    "float16 squares": Path(
+    "float16-squares": Path(
         "form S in float16 where TF32 is allowed",
         constant("FP16_LEAST_SIZE", HUGE), ("gpt2-block-8x1024", "mlp-5000"), precisions=("tf32",),
     ),
-    "block Cholesky": Path(
+    "block-cholesky": Path(
         "factorise large systems by blocks, not by cuSOLVER",
         ((cholesky, "backend", whole),), ("resnet18-128", "gpt2-block-8x1024"), ("exact",), FLOAT32,
     ),
-    "Triton Cholesky": Path(
+    "triton-cholesky": Path(
         "factorise small systems by one kernel",
         constant("TRITON_CHOLESKY_MOST_ROWS", 0), BOTH, ("exact",), FLOAT32,
     ),
-    "Triton CG": Path(
+    "triton-cg": Path(
         "conjugate gradients in a few kernels",
         ((device, "use_fp16_products", never),), BOTH, ("cg3",), FLOAT32,
     ),
@@ -145,7 +145,7 @@ PATHS = {
         "accuracy: keep the mean of samples out of K's digits",
         ((direction, "always_rotates", never), (direction, "mean_dominates", never)), precisions=FLOAT32,
     ),
-    "blocks of images": Path(
+    "blocks-of-images": Path(
         "save memory: unfold some images at a time",
         constant("PATCHES_MOST_NUMBERS", HUGE), ("resnet18-128",), precisions=("bf16",),
     ),
@@ -153,20 +153,20 @@ PATHS = {
         "conjugate gradients without products with K",
         constant("EIGENBASIS_COLUMNS", (inf, 0)), methods=("cg3", "cg10"), way="cpu",
     ),
-    "huge pages": Path(
+    "huge-pages": Path(
         "write large gradients to huge pages",
         constant("HUGE_PAGE_LEAST_BYTES", HUGE), methods=("cg1", "exact"), way="cpu",
     ),
-    "symmetric halves": Path("compute half of K", constant("CPU_SQUARE_BLOCK", 2**30), way="cpu"),
-    "blocks of outputs": Path(
+    "symmetric-halves": Path("compute half of K", constant("CPU_SQUARE_BLOCK", 2**30), way="cpu"),
+    "blocks-of-outputs": Path(
         "conjugate gradients within a core's cache",
         constant("CPU_BLOCK_BYTES", HUGE), methods=("cg3", "cg10"), way="cpu",
     ),
-    "short transforms": Path(
+    "short-transforms": Path(
         "transform short rows by a product",
         constant("SHORT_TRANSFORM", 0), ("convnet-500",), ("cg3",), way="cpu",
     ),
-    "small patches": Path(
+    "small-patches": Path(
         "multiply few patches, rather than transform",
         constant("CPU_PATCHES_MOST_NUMBERS", 0), (SMALL.name,), ("cg3",), way="cpu",
     ),
