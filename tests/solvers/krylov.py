@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 import proxprop
 from proxprop.solvers import Solver
@@ -105,7 +105,7 @@ def to_tf32(x: Tensor) -> Tensor:
 
 
 FLOAT32 = Precision(2.0**-23, 3e-3, lambda x: x)
-TF32 = Precision(2.0**-11, 2e-1, to_tf32)
+TF32 = Precision(2.0**-10, 2e-1, to_tf32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +163,7 @@ class System:
         U, values, _ = self.svd
         squares = (values / values[0]).square()
         B = (values[:, None] * (U.T @ self.G[:, :COLUMNS].double())).T
-        basis = [torch.nn.functional.normalize(B, dim=-1, eps=1e-300)]
+        basis = [nn.functional.normalize(B, dim=-1, eps=1e-300)]
         for _ in range(1, min(MOST_ITERATIONS, len(values))):
             Q, new = torch.stack(basis, dim=-1), squares * basis[-1]
             for _ in range(3):
@@ -209,16 +209,24 @@ def system_of(input: Tensor, outputs: int, tau_theta: float = 1.0) -> System:
     return System(input, torch.randn(len(input), outputs, generator=Generator().manual_seed(1)), tau_theta)
 
 
-def direction(
-    of: System, solver: Solver, space: str | None, outputs: int | None = None, device: str = "cpu"
-) -> Tensor:
-    """Of a linear layer, weight and bias as `[features, outputs]`, in float64."""
-    x, G = of.input.to(device), of.G[:, :outputs].to(device)
-    layer = proxprop.nn.Linear(
-        x.shape[1], G.shape[1], solver=solver, tau_theta=of.tau_theta, space=space, device=device
+def layer_for(of: System, solver: Solver, space: str | None, outputs: int, device: str = "cpu") -> nn.Linear:
+    """A linear layer that solves with these settings."""
+    return proxprop.nn.Linear(
+        of.input.shape[1], outputs, solver=solver, tau_theta=of.tau_theta, space=space, device=device
     )
-    layer(x).backward(G)
+
+
+def backward(layer: nn.Linear, of: System) -> Tensor:
+    """Its direction, weight and bias as `[features, outputs]`, in float64."""
+    device = layer.weight.device
+    layer.zero_grad()
+    layer(of.input.to(device)).backward(of.G[:, : layer.out_features].to(device))
     return torch.cat([layer.weight.grad.T, layer.bias.grad[None]]).double().cpu()
+
+
+def direction(of: System, solver: Solver, space: str | None, outputs: int | None = None) -> Tensor:
+    """Of a linear layer, with as many outputs as there are unless told."""
+    return backward(layer_for(of, solver, space, outputs or of.G.shape[1]), of)
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
