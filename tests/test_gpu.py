@@ -1,6 +1,7 @@
 """The tables of layers, solvers and spaces on a GPU, and layers that are large enough for its own ways to multiply."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from cases import LAYERS, SOLVER_SPACES, SOLVERS, LayerCase, by_name, oracle, randn, relative_error
 from proxprop import CG, Exact, device
 from proxprop.nn import TABLE
-from proxprop.solvers import Solver, eigenbasis
+from proxprop.solvers import SPACES, Solver, eigenbasis
+from solvers.krylov import FLOAT32, REGIMES, TF32, System, assert_descends, backward, layer_for, system
+from solvers.krylov import assert_close as assert_near_the_best
 from test_direction import quiet_same_padding
 from test_layers import CASES, Case, converted, fresh
 
@@ -103,7 +106,7 @@ def test_large_layers_equal_themselves_in_float64(
     precision: str,
 ) -> None:
     """Kernels and products in parts, against plain products on the CPU."""
-    monkeypatch.setattr(eigenbasis, "pays", lambda size, iterations, outputs: False)
+    monkeypatch.setattr(eigenbasis, "pays", lambda M, iterations, outputs: False)
     torch.manual_seed(0)
     plain, input = make().double(), randn(*shape, seed=1)
     G = randn(*plain(input).shape, seed=2)
@@ -112,6 +115,48 @@ def test_large_layers_equal_themselves_in_float64(
     expected = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
     found = directions(plain, (input,), G, solver, None, dtype_of(precision))
     assert_close(found, expected, LARGE[precision])
+
+
+@pytest.mark.parametrize("precision", ["float32", "tf32"], indirect=True)
+@pytest.mark.parametrize("tau_theta", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("regime", REGIMES)
+def test_rounding_costs_no_more_than_it_has_to(
+    regime: str, space: str, tau_theta: float, precision: str
+) -> None:
+    """What a GPU can't solve again it has to warn of; even then a direction is finite and goes down."""
+    of, products = system(regime, tau_theta), {"float32": FLOAT32, "tf32": TF32}[precision]
+    for iterations in (1, 3, 10, 40):
+        D, warned = direction_and_warning(of, CG(iterations), space)
+        assert_descends(D, of, products, slack=4.0)
+        if not warned:
+            assert_near_the_best(D, of, iterations, products)
+
+
+@pytest.mark.parametrize("precision", ["float32"], indirect=True)
+@pytest.mark.parametrize("space", ["sample", "feature"])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_an_exact_direction_is_near_the_best_or_warned_of(regime: str, space: str, precision: str) -> None:
+    of = system(regime, tau_theta=1.0)
+    D, warned = direction_and_warning(of, Exact(), space)
+    assert_descends(D, of, slack=4.0)
+    if not warned:
+        allowed = max(1e-2, 100 * of.amplification(FLOAT32))
+        assert relative_error(D, of.exact) <= allowed
+
+
+def direction_and_warning(of: System, solver: Solver, space: str) -> tuple[Tensor, bool]:
+    """On the GPU, which looks at a failure in the next call."""
+    layer = layer_for(of, solver, space, of.G.shape[1], device="cuda")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            D = backward(layer, of)
+            torch.cuda.synchronize()
+    failures = [str(w.message) for w in caught if w.category is RuntimeWarning]
+    expected = "rounding of" if isinstance(solver, CG) else "not positive definite"
+    assert all(expected in message for message in failures), failures
+    return D, bool(failures)
 
 
 def dtype_of(precision: str) -> torch.dtype:

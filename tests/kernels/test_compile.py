@@ -8,20 +8,22 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from proxprop.kernels import cholesky, feature_cg, sample_cg, split_bf16, split_fp16  # noqa: E402
+from proxprop.kernels import cholesky, feature_cg, rotation, sample_cg, split_bf16, split_fp16  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled"),
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
 ]
 HALVES = {"PARTS_OF_RHO": "*fp16", "PARTS_OF_SEARCH": "*fp16", "PARTS_OF_M": "*fp16", "PARTS": "*bf16"}
-TYPES = {**HALVES, "FAILED": "*i1", "damping": "fp32"}
+FLOATS = dict.fromkeys(("damping", "epsilon", "least_share", "root"), "fp32")
+TYPES = {**HALVES, **FLOATS, "FAILED": "*i1", "LOST": "*i1"}
 STEPS = [(True, False), (False, False), (False, True), (True, True)]
 KERNELS = [
     (cholesky._begin, {"BLOCK": 32}, 1),
     (cholesky._eliminate, {"FIRST": True, "BLOCK": 32}, 1),
     (cholesky._eliminate, {"FIRST": False, "BLOCK": 32}, 1),
     (cholesky._mend, {"SIZE": 512}, 4),
+    (rotation._rotate, {"ROWS": 128, "COLUMNS": 16}, 4),
     (split_bf16._split, {"ORDER": (0, 2, 1), "NUMBERS": 1024}, 4),
     *[(split_fp16._split_row, {"PARTS": parts, "COLUMNS": 512}, 4) for parts in (1, 3)],
     *[(sample_cg._begin, {"PARTS": parts, "SAMPLES": 512, "OUTPUTS": 16}, 8) for parts in (1, 3)],

@@ -1,0 +1,31 @@
+"""What is asked of a device, and in how many terms it multiplies."""
+
+import pytest
+import torch
+
+from proxprop import CG, device
+from proxprop.backward import Task
+from proxprop.failures import FailureWarner
+from proxprop.settings import Settings
+from proxprop.transfer import LinearCall
+
+
+def test_the_cpu_takes_the_plain_twins() -> None:
+    assert not device.use_triton(torch.zeros(1, 4, 4))
+
+
+@pytest.mark.parametrize(("dtype", "terms"), [(torch.float32, 3), (torch.bfloat16, 1)])
+def test_bfloat16_layers_are_solved_in_fewer_terms(dtype: torch.dtype, terms: int) -> None:
+    x, seen = torch.randn(5, 3, dtype=dtype), []
+
+    class Looking(CG):
+        def samples(self, K, G, damping):
+            seen.append(device.fp16_terms())
+            return super().samples(K, G, damping)
+
+    settings = Settings(Looking(), space="sample")
+    task = Task(LinearCall(), settings, "layer", FailureWarner(), None, inputs=1, parameters=2)
+    G = torch.randn(5, 4, dtype=dtype)
+    task.direction(LinearCall().transfer([x], G, [torch.Size([4, 3]), None]), G)
+    assert seen == [terms]
+    assert device.fp16_terms() == 3
