@@ -18,8 +18,8 @@ from proxprop.solvers import (
 )
 from proxprop.solvers.memory import is_transformed
 from proxprop.solvers.plan import remembered_plan
+from proxprop.solvers.rotation import always_rotates, mean_dominates
 from proxprop.transfer import LinearTransfer, Parameters, Transfer
-from proxprop.transfer.rotation import always_rotates, mean_dominates, rotate
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PreparedSamples:
     Attributes:
         transfer: the layer's call, which may keep its rotated rows.
         solve: from `G [groups, samples, outputs]` to U.
-        rotated: whether G has to be rotated first, and U comes out rotated.
+        rotated: whether U comes out rotated.
     """
 
     transfer: Transfer
@@ -66,7 +66,7 @@ def prepare(transfer: Transfer, settings: Settings, like: Tensor) -> PreparedSam
     K = transfer.rotated_sample_gram() if rotated else transfer.sample_gram()
     if not rotated and mean_dominates(K):
         rotated, K = True, transfer.rotated_sample_gram()
-    ready = settings.solver.prepared(SAMPLE, K, settings.damping(samples), outputs)
+    ready = settings.solver.prepared(SAMPLE, K, settings.damping(samples), outputs, rotated)
     return PreparedSamples(transfer, ready, rotated)
 
 
@@ -107,7 +107,7 @@ def _in_sample_space(
     """The direction `AᵀU`, and whether the solve failed."""
     G, factor, ready = transfer.to_samples(G), settings.factor(transfer.sizes.samples), prepared.solve
     if prepared.rotated:
-        U, failed = ready(rotate(G)).times(factor)
+        U, failed = ready(G).times(factor)
         return prepared.transfer.rotated_gradient(U), failed
     if isinstance(ready, ProductSolve) and isinstance(transfer, LinearTransfer) and transfer.is_narrow():
         right, failed = ready.right(G)

@@ -6,7 +6,7 @@ import torch
 from cases import relative_error
 from kernels.interpreter import interpreted
 from proxprop import tuning
-from proxprop.transfer.rotation import rotate
+from proxprop.solvers.rotation import rotate
 
 pytest.importorskip("triton")
 from proxprop.kernels import rotation as kernel

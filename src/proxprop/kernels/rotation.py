@@ -1,4 +1,4 @@
-"""Samples rotated in one launch; `proxprop.transfer.rotation.rotate` has the plain twin and the mathematics."""
+"""Samples rotated in one launch; `proxprop.solvers.rotation.rotate` has the plain twin and the mathematics."""
 
 import torch
 import triton
@@ -10,6 +10,17 @@ from proxprop.kernels.launch import launches, on_its_device
 
 
 @triton.jit
+def rotated(x, row, samples, root):
+    """Whole columns `[rows, columns]`, rotated; rows beyond the samples come out as anything."""
+    is_first = row[:, None] == 0
+    first = tl.sum(tl.where(is_first, x, 0.0), axis=0)
+    y = tl.where((row < samples)[:, None], x - first[None, :], 0.0)
+    total = tl.sum(y, axis=0)
+    top = root * first + total / root
+    return tl.where(is_first, top[None, :], y - (total / (samples - root))[None, :])
+
+
+@triton.jit
 def _rotate_whole(
     X, OUT, samples, columns, group_stride, stride, root, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -18,13 +29,9 @@ def _rotate_whole(
     row, column = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < samples)[:, None] & (column < columns)[None, :]
     at = row[:, None].to(tl.int64) * stride + column[None, :]
-    x = tl.load(X + group * group_stride + at, mask=inside, other=0.0).to(tl.float64)
-    is_first = row[:, None] == 0
-    top = tl.sum(x, axis=0) / root
-    shift = (top - tl.sum(tl.where(is_first, x, 0.0), axis=0)) / (root - 1)
-    x = tl.where(is_first, top[None, :], x - shift[None, :])
+    x = tl.load(X + group * group_stride + at, mask=inside, other=0.0)
     at = (group * samples + row[:, None]) * columns + column[None, :]
-    tl.store(OUT + at, x.to(tl.float32), mask=inside)
+    tl.store(OUT + at, rotated(x, row, samples, root), mask=inside)
 
 
 @triton.jit
@@ -37,21 +44,20 @@ def _rotate(
     there = column < columns
     X += group * group_stride + column
     OUT += group * samples * columns + column
-    total = tl.zeros((COLUMNS,), tl.float64)
+    first = tl.load(X, mask=there, other=0.0)
+    total = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, samples, ROWS):
         row = start + tl.arange(0, ROWS)
         inside = (row < samples)[:, None] & there[None, :]
         x = tl.load(X[None, :] + row[:, None].to(tl.int64) * stride, mask=inside, other=0.0)
-        total += tl.sum(x.to(tl.float64), axis=0)
-    first = tl.load(X, mask=there, other=0.0).to(tl.float64)
-    top = total / root
-    shift = (top - first) / (root - 1)
+        total += tl.sum(tl.where(inside, x - first[None, :], 0.0), axis=0)
+    top, mean = root * first + total / root, total / (samples - root)
     for start in range(0, samples, ROWS):
         row = start + tl.arange(0, ROWS)
         inside = (row < samples)[:, None] & there[None, :]
         x = tl.load(X[None, :] + row[:, None].to(tl.int64) * stride, mask=inside, other=0.0)
-        x = tl.where(row[:, None] == 0, top[None, :], x.to(tl.float64) - shift[None, :])
-        tl.store(OUT[None, :] + row[:, None].to(tl.int64) * columns, x.to(tl.float32), mask=inside)
+        x = tl.where(row[:, None] == 0, top[None, :], x - first[None, :] - mean[None, :])
+        tl.store(OUT[None, :] + row[:, None].to(tl.int64) * columns, x, mask=inside)
 
 
 @on_its_device
@@ -67,5 +73,6 @@ def rotate(X: Tensor) -> Tensor:
         _rotate_whole if whole else _rotate, (triton.cdiv(columns, tuning.ROTATION_COLUMNS), groups),
         X, out, samples, columns, X.stride(0), X.stride(1), samples**0.5,
         ROWS=triton.next_power_of_2(samples) if whole else tuning.ROTATION_ROWS, COLUMNS=tuning.ROTATION_COLUMNS,
+        num_warps=8,
     )  # fmt: skip
     return out

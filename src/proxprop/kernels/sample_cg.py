@@ -22,6 +22,7 @@ from proxprop import tuning
 from proxprop.device import round_up
 from proxprop.kernels import split_fp16
 from proxprop.kernels.launch import launches, on_its_device
+from proxprop.kernels.rotation import rotated
 from proxprop.kernels.split_fp16 import power, store_parts, unscaled
 from proxprop.kernels.stopping import (
     epsilon,
@@ -56,8 +57,8 @@ def _slot(step, PARTS: tl.constexpr):
 
 @triton.jit
 def _begin(
-    G, DIAGONAL, RHO, PARTS_OF_RHO, UNSCALE, SCALE, UNIT, LOST, stride, damping, samples, padded, outputs,
-    PARTS: tl.constexpr, SAMPLES: tl.constexpr, OUTPUTS: tl.constexpr,
+    G, DIAGONAL, RHO, PARTS_OF_RHO, UNSCALE, SCALE, UNIT, LOST, stride, damping, root, samples, padded, outputs,
+    ROTATE: tl.constexpr, PARTS: tl.constexpr, SAMPLES: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """Transpose G, scale each output, and hand it over as the first residual."""
     group = tl.program_id(1).to(tl.int64)
@@ -65,7 +66,10 @@ def _begin(
     sample = tl.arange(0, SAMPLES)
     inside = (sample < samples)[:, None] & (output < outputs)[None, :]
     at = (group * samples + sample[:, None]) * stride + output[None, :]
-    rho = tl.trans(tl.load(G + at, mask=inside, other=0.0))
+    rho = tl.load(G + at, mask=inside, other=0.0)
+    if ROTATE:
+        rho = tl.where(inside, rotated(rho, sample, samples, root), 0.0)
+    rho = tl.trans(rho)
     scale = power(tl.max(tl.abs(rho), axis=1))
     tl.store(SCALE + group * outputs + output, scale, mask=output < outputs)
     diagonal = tl.load(DIAGONAL + group * samples + sample, mask=sample < samples, other=1.0)
@@ -168,7 +172,7 @@ def _advance(
 
 @on_its_device
 def sample_cg(
-    K: Tensor, G: Tensor, damping: float, iterations: int, parts: int
+    K: Tensor, G: Tensor, damping: float, iterations: int, parts: int, rotate: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """`conjugate_gradients` in sample space, for one step length an output.
 
@@ -178,6 +182,7 @@ def sample_cg(
         damping: λ.
         iterations: how many steps; something of every residual is kept until the end.
         parts: 3 for products as accurate as float32's, 1 for products as accurate as TF32's.
+        rotate: whether G is to be rotated first, as K is.
 
     Returns:
         U `[groups, samples, outputs]`, stored with outputs as rows, and for each group whether rounding of K may hide
@@ -193,7 +198,7 @@ def sample_cg(
         groups * outputs * padded * (2 * parts * kept + 4 * residuals), tuning.SAMPLE_CG_MOST_BYTES
     )
     found = [
-        _solve(parts_of_K, diagonal, some, damping, iterations, parts)
+        _solve(parts_of_K, diagonal, some, damping, iterations, parts, rotate)
         for some in G.split(triton.cdiv(outputs, blocks), dim=-1)
     ]
     U = found[0][0] if len(found) == 1 else torch.cat([U for U, _ in found], dim=1)
@@ -206,7 +211,13 @@ def _arrays(iterations: int, parts: int) -> tuple[int, int]:
 
 
 def _solve(
-    parts_of_K: Tensor, diagonal: Tensor, G: Tensor, damping: float, iterations: int, parts: int
+    parts_of_K: Tensor,
+    diagonal: Tensor,
+    G: Tensor,
+    damping: float,
+    iterations: int,
+    parts: int,
+    rotate: bool,
 ) -> tuple[Tensor, Tensor]:
     """U with outputs as rows, padded, for a block of outputs, and for each group whether one of them is lost."""
     groups, samples, outputs = G.shape
@@ -222,11 +233,11 @@ def _solve(
         max(1, tuning.SAMPLE_CG_TRANSPOSED_NUMBERS // length),
         max(1, tuning.SAMPLE_CG_NUMBERS // length),
     )
-    launch = launches("sample_cg", [G], iterations, parts)
+    launch = launches("sample_cg", [G], iterations, parts, rotate)
     launch(
         _begin, (triton.cdiv(outputs, turned), groups),
-        G, diagonal, rho, parts_of_rho, unscale, scale, unit, lost, G.stride(1), damping, samples, padded, outputs,
-        PARTS=parts, SAMPLES=length, OUTPUTS=turned, num_warps=8,
+        G, diagonal, rho, parts_of_rho, unscale, scale, unit, lost, G.stride(1), damping, samples**0.5, samples, padded,
+        outputs, ROTATE=rotate, PARTS=parts, SAMPLES=length, OUTPUTS=turned, num_warps=8,
     )  # fmt: skip
     for step in range(iterations):
         K_rho = split_fp16.product(parts_of_rho[step % kept], parts_of_K.mT)

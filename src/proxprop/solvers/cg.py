@@ -72,22 +72,22 @@ class CG(Solver):
         }
         return self.iterations * groups * product[space]
 
-    def prepared(self, space: str, M: Tensor, damping: float, outputs: int) -> PreparedSolve:
+    def prepared(
+        self, space: str, M: Tensor, damping: float, outputs: int, rotated: bool = False
+    ) -> PreparedSolve:
         """Find the eigenbasis, where that pays."""
-        if self.per_output and eigenbasis.pays(M, self.iterations, outputs):
+        if space == SAMPLE and self._takes_triton(M):
+            return lambda G: self._triton_samples(M, G, damping, rotated)
+        if self.per_output and not rotated and eigenbasis.pays(M, self.iterations, outputs):
             basis = eigenbasis.find(M, space)
             if basis is not None:
                 return ProductSolve(basis.vectors, lambda B: self._in_eigenbasis(basis, B, damping))
-        return super().prepared(space, M, damping, outputs)
+        return super().prepared(space, M, damping, outputs, rotated)
 
     def samples(self, K: Tensor, G: Tensor, damping: float) -> Solution:
         """Return U with `AᵀU` the iterate of `features`, from products with K alone."""
-        few = G.shape[-2] <= tuning.TRITON_CG_MOST_SAMPLES
-        few = few and self.iterations <= tuning.TRITON_CG_MOST_ITERATIONS
-        if few and self.per_output and device.use_fp16_products(G):
-            from proxprop.kernels import sample_cg
-
-            return Solution(*sample_cg.sample_cg(K, G, damping, self.iterations, device.fp16_terms()))
+        if self._takes_triton(K):
+            return self._triton_samples(K, G, damping)
         return self._with_matrix(K, G, damping, SAMPLE)
 
     def features(self, S: Tensor, B: Tensor, damping: float) -> Solution:
@@ -103,6 +103,19 @@ class CG(Solver):
         """Return the iterate from products `V -> AᵀAV`."""
         dims = (-2,) if self.per_output else (-3, -2, -1)
         return Solution(conjugate_gradients(apply, B, damping, self.iterations, dims).solution)
+
+    def _takes_triton(self, K: Tensor) -> bool:
+        """Whether the Triton kernel for sample space is used."""
+        few = K.shape[-1] <= tuning.TRITON_CG_MOST_SAMPLES
+        few = few and self.iterations <= tuning.TRITON_CG_MOST_ITERATIONS
+        return few and self.per_output and device.use_fp16_products(K)
+
+    def _triton_samples(self, K: Tensor, G: Tensor, damping: float, rotated: bool = False) -> Solution:
+        """The iterate from the Triton kernel, which can rotate G as it reads it."""
+        from proxprop.kernels import sample_cg
+
+        terms = device.fp16_terms()
+        return Solution(*sample_cg.sample_cg(K, G, damping, self.iterations, terms, rotated))
 
     def _with_matrix(self, M: Tensor, B: Tensor, damping: float, space: str) -> Solution:
         """The iterate from products with K or S, scaled by a power of two where sums of squares could overflow.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from proxprop import device, tuning
 from proxprop.solvers.matmul import transposed_product
+from proxprop.solvers.rotation import rotate
 from proxprop.solvers.solver import PreparedSolve, ProductSolve, Solution
 
 LEAST_PIVOT = 4
@@ -36,9 +37,9 @@ class Factorization(ABC):
     def inverse(self) -> Tensor:
         """`(λI + M)⁻¹ [groups, size, size]`."""
 
-    def prepared(self, outputs: int) -> PreparedSolve:
-        """What solves for so many outputs in the fastest way."""
-        return lambda B: Solution(self.solve(B), self.failed)
+    def prepared(self, outputs: int, rotated: bool = False) -> PreparedSolve:
+        """What solves for so many outputs in the fastest way; for `rotated` samples it rotates B first."""
+        return lambda B: Solution(self.solve(rotate(B) if rotated else B), self.failed)
 
 
 class TriangularFactorization(Factorization):
@@ -123,10 +124,10 @@ class LapackFactorization(TriangularFactorization):
         solved: Tensor = torch.linalg.solve_triangular(self.L, self._identity(), upper=False)
         return solved
 
-    def prepared(self, outputs: int) -> PreparedSolve:
+    def prepared(self, outputs: int, rotated: bool = False) -> PreparedSolve:
         """With as many outputs as rows, a CPU multiplies by the inverse faster than it substitutes."""
-        if outputs < self.L.shape[-1] or self.L.is_cuda:
-            return super().prepared(outputs)
+        if outputs < self.L.shape[-1] or self.L.is_cuda or rotated:
+            return super().prepared(outputs, rotated)
         return ProductSolve(self.inverse(), lambda B: Solution(B, self.failed))
 
     def _identity(self) -> Tensor:
@@ -156,13 +157,12 @@ class TritonFactorization(TriangularFactorization):
         rows = self.padded[..., : self.size]
         return rows.mT @ rows
 
-    def prepared(self, outputs: int) -> PreparedSolve:
-        """By the inverse where outputs are many."""
-        if outputs < self.size:
-            return super().prepared(outputs)
-        if len(self.padded) > 1:
-            inverse = self.inverse()
-            return lambda B: Solution(inverse @ B, self.failed)
+    def prepared(self, outputs: int, rotated: bool = False) -> PreparedSolve:
+        """By the inverse where outputs are many, which is rotated then in place of B."""
+        if outputs < self.size or len(self.padded) > 1:
+            return super().prepared(outputs, rotated)
         wide = self.padded[0, :, : self.size].mT @ self.padded[0]
+        if rotated:
+            wide = rotate(wide[None])[0]
         # With outputs as rows, U is read faster by the product with the layer's input.
         return lambda B: Solution(transposed_product(B[0], wide).mT[None, : self.size], self.failed)

@@ -34,9 +34,11 @@ class Exact(Solver):
         size = sizes.samples if space == SAMPLE else sizes.features
         return sizes.groups * (size**3 / 3 + 2.0 * size**2 * sizes.outputs)
 
-    def prepared(self, space: str, M: Tensor, damping: float, outputs: int) -> PreparedSolve:
+    def prepared(
+        self, space: str, M: Tensor, damping: float, outputs: int, rotated: bool = False
+    ) -> PreparedSolve:
         """Factorise, whatever the space."""
-        return factorize(M, damping).prepared(outputs)
+        return factorize(M, damping).prepared(outputs, rotated)
 
     def samples(self, K: Tensor, G: Tensor, damping: float) -> Solution:
         """Return `U = (λI + K)⁻¹G`."""

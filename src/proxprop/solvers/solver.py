@@ -7,6 +7,8 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
+from proxprop.solvers.rotation import rotate
+
 SAMPLE, FEATURE, MATRIX_FREE = "sample", "feature", "matrix_free"
 SPACES = (SAMPLE, FEATURE, MATRIX_FREE)
 DIAGONAL = "diagonal"
@@ -79,7 +81,9 @@ class Solver(ABC):
     def flops(self, sizes: Sizes, space: str) -> float:
         """FLOPs of the solve in `space`, once K or S is there."""
 
-    def prepared(self, space: str, M: Tensor, damping: float, outputs: int) -> PreparedSolve:
+    def prepared(
+        self, space: str, M: Tensor, damping: float, outputs: int, rotated: bool = False
+    ) -> PreparedSolve:
         """What solves in sample or feature space, given K or S, which may be overwritten.
 
         Override it to do there and then what need not wait for a right-hand side.
@@ -89,9 +93,10 @@ class Solver(ABC):
             M: K or S.
             damping: λ.
             outputs: columns of the right-hand side.
+            rotated: whether K is of rotated samples (`rotation`), as U is to be; G comes as it is.
         """
         method = self.samples if space == SAMPLE else self.features
-        return lambda right: method(M, right, damping)
+        return lambda right: method(M, rotate(right) if rotated else right, damping)
 
     def samples(self, K: Tensor, G: Tensor, damping: float) -> Solution:
         """Return U with `D = AᵀU`, given `K = AAᵀ`, which may be overwritten, and `G`."""

@@ -6,7 +6,7 @@ from torch import Tensor
 from proxprop import tuning
 from proxprop.device import round_up
 from proxprop.solvers.matmul import square, transposed_square, wide
-from proxprop.transfer.rotation import rotate
+from proxprop.solvers.rotation import rotate
 from proxprop.transfer.transfer import Parameters, Transfer
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from proxprop.solvers import Sizes
+from proxprop.solvers.rotation import rotate_both
 from proxprop.transfer.affine import Affine
-from proxprop.transfer.rotation import rotate_both
 from proxprop.transfer.transfer import LayerCall, Parameters, Shapes
 
 

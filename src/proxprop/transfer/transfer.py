@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from proxprop.solvers import SPACES, Sizes
-from proxprop.transfer.rotation import rotate, rotate_both
+from proxprop.solvers.rotation import rotate, rotate_both
 
 Parameters = tuple[Tensor | None, ...]
 """One tensor for each of the layer's parameters, in its own shape; None for one that is not trained."""

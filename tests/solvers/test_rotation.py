@@ -10,8 +10,8 @@ import proxprop
 from cases import LAYERS, LayerCase, assert_directions, by_name, oracle, randn, relative_error
 from proxprop import CG, Exact, direction
 from proxprop.solvers import SAMPLE, Solver
+from proxprop.solvers.rotation import always_rotates, mean_dominates, rotate, rotate_both
 from proxprop.transfer import LinearTransfer
-from proxprop.transfer.rotation import always_rotates, mean_dominates, rotate, rotate_both
 
 
 @given(

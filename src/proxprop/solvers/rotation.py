@@ -6,7 +6,6 @@ nor D: with `A' = HA` and `G' = HG` the solution is `U' = HU`, and `A'ᵀU' = A�
 that maps `1/√N` to the first unit vector: row 0 of A' holds all of the mean, the others the differences to all digits.
 """
 
-import torch
 from torch import Tensor
 
 from proxprop import device
@@ -18,9 +17,11 @@ LEAST_REST = 0.05
 def rotate(X: Tensor) -> Tensor:
     """`HX` for X `[groups, samples, columns]` with at least two samples; `H = Hᵀ = H⁻¹`.
 
-    Sums are taken in float64, so that rows that are equal become zero, not rounding.
+    With `y = x − x₀` the first row becomes `√N·x₀ + Σy/√N` and every other `y − Σy/(N − √N)`: rows that are equal
+    become zero, not rounding.
 
     Example:
+        >>> import torch
         >>> rotate(torch.tensor([[[1.0], [2.0], [1.0], [2.0]]])).flatten()
         tensor([ 3.,  0., -1.,  0.])
     """
@@ -28,12 +29,12 @@ def rotate(X: Tensor) -> Tensor:
         from proxprop.kernels import rotation
 
         return rotation.rotate(X)
-    root = X.shape[-2] ** 0.5
-    top = X.sum(-2, keepdim=True, dtype=torch.float64) / root
-    shift = (top - X[..., :1, :]) / (root - 1)
-    high = shift.to(X.dtype)
-    rotated: Tensor = (X - high).sub_((shift - high).to(X.dtype))
-    rotated[..., :1, :] = top.to(X.dtype)
+    samples, first = X.shape[-2], X[..., :1, :]
+    root = samples**0.5
+    rotated: Tensor = X - first
+    total = rotated.sum(-2, keepdim=True)
+    rotated -= total / (samples - root)
+    rotated[..., :1, :] = root * first + total / root
     return rotated
 
 
