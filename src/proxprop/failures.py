@@ -9,8 +9,8 @@ from torch import Tensor
 
 from proxprop.solvers.memory import is_transformed
 
-LOOKED_AT = 16
-"""Solves of a layer that a GPU looks at from the start; after them it looks at one in so many."""
+LOOKED_AT = 32
+"""A GPU looks at one in so many solves of a layer, the first among them."""
 
 
 @dataclass
@@ -18,7 +18,7 @@ class FailureWarner:
     """Warns of the first failure that it is told of.
 
     On a GPU the flag is copied to the host in the background and looked at in a later call. That takes the host longer
-    than a launch, so after the first solves only some are looked at.
+    than a launch, so only some solves are looked at.
     """
 
     warned: bool = False
@@ -43,17 +43,14 @@ class FailureWarner:
             self._look_later(failed, layer, reason)
 
     def _look_later(self, failed: Tensor, layer: str, reason: str) -> None:
+        if self.pending is not None and self.pending[1].query():
+            arrived, self.pending = bool(self.pending[0]), None
+            self._warn_if(arrived, layer, reason)
+        if self.pending is None and self.solves % LOOKED_AT == 0:
+            event = torch.cuda.Event()
+            self.pending = failed.any().to("cpu", non_blocking=True), event
+            event.record()
         self.solves += 1
-        if self.solves > LOOKED_AT and self.solves % LOOKED_AT:
-            return
-        if self.pending is not None:
-            arrived, event = self.pending
-            if not event.query():
-                return
-            self._warn_if(bool(arrived), layer, reason)
-        event = torch.cuda.Event()
-        self.pending = failed.any().to("cpu", non_blocking=True), event
-        event.record()
 
     def _warn_if(self, failed: bool, layer: str, reason: str) -> None:
         if not failed:

@@ -59,7 +59,7 @@ def find(M: Tensor, space: str) -> Basis | None:
     rounding = torch.finfo(M.dtype).eps * size**0.5 * largest
     null = values <= rounding
     least = values.where(~null, torch.inf).amin(-1, keepdim=True)
-    # a null vector holds of another one its eigenvalue's share of the rounding, in whose square it counts
+    # rounding mixes other vectors into a null vector, the less of them the larger their eigenvalue is
     noisy = size**0.5 * largest * (rounding / least)
     return Basis(values.masked_fill(null, 0.0), vectors, values.where(~null, noisy))
 

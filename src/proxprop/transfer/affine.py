@@ -47,7 +47,7 @@ class Affine(Transfer):
             return super().rotated_sample_gram()
         K = self._square(self._rotated_rows())
         if self.bias:
-            K[:, 0, 0] += self.sizes.samples
+            K[:, 0, 0].add_(self.sizes.samples)
         return K
 
     def _rotated_rows(self) -> Tensor:
