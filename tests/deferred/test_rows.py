@@ -468,10 +468,11 @@ def test_float32_is_as_accurate_as_a_cholesky_factor_of_s(kind: str, tau_theta: 
     S = Exact().features((A.mT @ A)[None], B[None], 1 / tau_theta)
     transfer = LinearTransfer(A, torch.Size([64, 32]), torch.Size([32, 256]), bias=False)
     found = RowSolve(transfer, Settings(Exact(), tau_theta)).apply(B[None])
-    if not bool(S.failed):
-        assert not bool(found.failed)
-        error = relative_error(found.value[0].double(), exact)
-        assert error < 1.2 * relative_error(S.value[0].double(), exact) + 1e-6
+    if bool(S.failed):
+        pytest.skip("there is no factor of S to compare with")
+    assert not bool(found.failed)
+    error = relative_error(found.value[0].double(), exact)
+    assert error < 1.2 * relative_error(S.value[0].double(), exact) + 1e-6
 
 
 @SOLVERS
