@@ -461,16 +461,14 @@ def rows_of(kind: str, samples: int, features: int) -> Tensor:
 @pytest.mark.parametrize("kind", ["gaussian", "activations", "repeated", "decaying"])
 @pytest.mark.parametrize("changed", [False, True])
 def test_float32_is_as_accurate_as_a_cholesky_factor_of_s(kind: str, tau_theta: float, changed: bool) -> None:
-    """Also where B is not in the row space of A, where the factor of S is far less accurate."""
+    """Also where B is not in the row space of A, where the factor of S is far less accurate, and where it fails."""
     A = rows_of(kind, 64, 256).float()
     B = randn(256, 32, seed=4).float() if changed else A.mT @ randn(64, 32, seed=5).float()
     exact = torch.linalg.solve(A.double().mT @ A.double() + torch.eye(256).double() / tau_theta, B.double())
     S = Exact().features((A.mT @ A)[None], B[None], 1 / tau_theta)
     transfer = LinearTransfer(A, torch.Size([64, 32]), torch.Size([32, 256]), bias=False)
     found = RowSolve(transfer, Settings(Exact(), tau_theta)).apply(B[None])
-    if bool(S.failed):
-        pytest.skip("there is no factor of S to compare with")
-    assert not bool(found.failed)
+    assert bool(found.failed) <= bool(S.failed)
     error = relative_error(found.value[0].double(), exact)
     assert error < 1.2 * relative_error(S.value[0].double(), exact) + 1e-6
 
