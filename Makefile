@@ -2,19 +2,25 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check format docs clean
+.PHONY: demo test test-all gpu-test check format docs clean
 
 demo: .venv/.installed  ## train BackProp and ProxProp side by side on embedded data; ends in out/compare/report.html
 	$(BIN)/proxprop compare
 
-test: .venv/.installed  ## the whole test suite, doctests included
-	$(BIN)/python -m pytest
+test: .venv/.installed  ## the test suite without full crosses of cases, doctests included
+	$(BIN)/python -m pytest -m "not slow"
 
-check: .venv/.installed  ## format, lint, types, tests
+test-all: .venv/.installed  ## every test
+	$(BIN)/python -m pytest -m ""
+
+gpu-test:  ## every test that needs a GPU, in the Python that has torch for it; writes results/gpu-tests.json
+	$(PYTHON) tests/gpu_record.py
+
+check: .venv/.installed  ## format, lint, types, every test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m ""
 
 format: .venv/.installed  ## rewrite the code in the project's format
 	$(BIN)/ruff format .

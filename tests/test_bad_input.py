@@ -10,25 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import proxprop
+from layers import Scale
 from proxprop import CG, Exact
-from training import images, loss_of, small_model
+from quiet import quiet_layouts
+from training import images, loss_of, small_model, sparse_inputs
 
 SOLVERS = pytest.mark.parametrize("solver", [CG(3), Exact()], ids=str)
 
 
 def row(feature: str, status: str = "works", note: str = "") -> pytest.MarkDecorator:
     return pytest.mark.compatibility(feature, section="Input", status=status, note=note)
-
-
-class Scale(nn.Module):
-    """In no table, so solved matrix-free through autograd."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, input: Tensor) -> Tensor:
-        return input * self.weight
 
 
 def generic() -> nn.Module:
@@ -151,19 +142,6 @@ def test_a_model_with_an_excluded_complex_layer_converts() -> None:
 
 
 SPARSE = "`input.to_dense()`, or leave the layer out with `exclude`; under `no_grad` they work as torch's"
-# torch's own: it calls these layouts beta and prototype
-quiet_layouts = [
-    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
-]
-
-
-def sparse_inputs() -> dict[str, Tensor]:
-    return {
-        "torch.sparse_coo": torch.eye(4).to_sparse(),
-        "torch.sparse_csr": torch.eye(4).to_sparse_csr(),
-        "torch.jagged": torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged),
-    }
 
 
 @pytest.mark.parametrize("layout", [

@@ -1,7 +1,6 @@
 """`torch.compile` of a model and of a whole step gives eager's directions."""
 
 import copy
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -9,24 +8,18 @@ from torch import Tensor, nn
 
 import proxprop
 from cases import randn, relative_error
+from layers import SelfAttention, embedded
 from proxprop import CG, Exact
-from training import assert_same, directions, images, small_model, targets
+from training import assert_same, directions, images, small_model, whole_step
 
 works = pytest.mark.compatibility
 # torch's own: dynamo makes an instance of every autograd.Function, inductor calls what torch has deprecated.
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script(_method)?` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch._prims_common.check` is deprecated:FutureWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    """What one test compiled must not be found, or count as a recompilation, in the next."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 @works("`torch.compile` of the model, with and without `fullgraph`")
@@ -111,19 +104,6 @@ def test_under_autocast() -> None:
     assert_same(directions(model, input, compiled), directions(model, input, call), tolerance=1e-6)
 
 
-def whole_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
-    wanted = targets()
-
-    def step(input: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = (model(input) - wanted).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step
-
-
 # dynamo itself reads the loss's .grad where it resumes after backward, with plain layers too
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @works("`torch.compile` of the whole step (forward, backward, optimizer)")
@@ -162,21 +142,6 @@ class Scaled(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         return input * self.scale
-
-
-def embedded() -> nn.Module:
-    return nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4))
-
-
-class SelfAttention(nn.Module):
-    """`nn.MultiheadAttention` on one input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.attention(input, input, input)[0]
 
 
 @works("`torch.compile` of every kind of layer")

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.ao.nn import qat
-from torch.ao.quantization import default_qat_qconfig
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import proxprop
 from cases import assert_directions, oracle, randn, relative_error
 from proxprop import CG, Exact
-from training import assert_same, directions, images, loss_of, plain_model, small_model
+from quantisation import QAT, quantisation_aware
+from quiet import quiet_observers
+from training import assert_same, directions, images, loss_of, plain_model, saved_by, small_model
 
 works = pytest.mark.compatibility
 SOLVERS = pytest.mark.parametrize("solver", [CG(3), Exact()], ids=str)
@@ -143,20 +144,6 @@ def test_a_model_made_on_meta_trains_once_it_has_numbers() -> None:
     assert_same(directions(model, images()), directions(small_model(), images()))
 
 
-def saved_by(call: Callable[[], Tensor]) -> tuple[dict[int, int], Tensor]:
-    """The storages that autograd keeps for a call, with their bytes, and the call's output."""
-    saved: dict[int, int] = {}
-    kept: list[Tensor] = []  # so that no storage is freed and its address taken anew
-
-    def save(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        return saved, call()
-
-
 @works("Inference under `no_grad` and `inference_mode`, at no cost")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_inference_is_torchs_own_forward_and_saves_nothing(mode, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,23 +190,9 @@ def directions_of_trained(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-QAT = "its weight is rounded in forward, so that the output is not linear in it"
 quantisation = pytest.mark.compatibility(
     "Quantisation-aware modules (`torch.ao.nn.qat`)", status="explicit", note=QAT
 )
-# torch's own: the whole of torch.ao.quantization is announced to leave
-quiet_observers = pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning")
-
-
-def quantisation_aware() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv1d(2, 3, 1),
-        qat.Conv1d(3, 3, 1, qconfig=default_qat_qconfig),
-        nn.Flatten(),
-        qat.Linear(12, 4, qconfig=default_qat_qconfig),
-        nn.Linear(4, 2),
-    )
 
 
 @quantisation

@@ -19,8 +19,7 @@ from cases import (
 )
 from proxprop import CG, Exact
 from proxprop.solvers import Solver
-
-quiet_same_padding = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+from quiet import quiet_same_padding
 
 
 def backward(layer: nn.Module, input: Tensor, seed: int = 2) -> tuple[Tensor, Tensor]:

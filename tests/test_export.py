@@ -1,29 +1,19 @@
 """A converted model exports as the plain one: its forward is plain torch."""
 
-from collections import Counter
 from pathlib import Path
 
 import onnx
 import onnx.reference
 import pytest
 import torch
-from torch import nn
 
 from cases import relative_error
+from exporting import operators, write
 from proxprop import CG, Exact
+from quiet import quiet_exporter
 from training import images, plain_model, small_model
 
 works = pytest.mark.compatibility
-# torch's own: its exporter asks for leaves of a tree in a way it has deprecated itself
-quiet_exporter = pytest.mark.filterwarnings(
-    r"ignore:.isinstance\(treespec, LeafSpec\). is deprecated:FutureWarning"
-)
-
-
-def operators(program: torch.export.ExportedProgram) -> Counter:
-    """What an exported graph computes; handing a value on (`detach`) computes nothing."""
-    nodes = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-    return Counter(name for name in nodes if not name.startswith("aten.detach"))
 
 
 @works("`torch.export`")
@@ -59,10 +49,3 @@ def test_onnx_is_the_plain_models(solver, tmp_path: Path) -> None:
     name = files[0].graph.input[0].name
     (found,) = onnx.reference.ReferenceEvaluator(files[0]).run(None, {name: input.numpy()})
     assert relative_error(torch.from_numpy(found), plain(input).detach()) < 1e-5
-
-
-def write(model: nn.Module, path: Path) -> onnx.ModelProto:
-    torch.onnx.export(model, (images(dtype=torch.float32),), path, dynamo=True, verbose=False)
-    loaded = onnx.load(path)
-    onnx.checker.check_model(loaded)
-    return loaded

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from cases import LAYERS, SOLVER_SPACES, SOLVERS, LayerCase, by_name, oracle, randn, relative_error
+from layers import CASES, Case, converted, fresh
 from proxprop import CG, Exact, device
 from proxprop.nn import TABLE
 from proxprop.solvers import SPACES, Solver, eigenbasis
+from quiet import quiet_same_padding
 from solvers.krylov import FLOAT32, REGIMES, TF32, System, assert_descends, backward, layer_for, system
 from solvers.krylov import assert_close as assert_near_the_best
-from test_direction import quiet_same_padding
-from test_layers import CASES, Case, converted, fresh
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)

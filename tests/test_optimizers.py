@@ -1,38 +1,17 @@
 """Every optimizer of torch goes on from the directions, as do clipping, parameter groups and schedulers."""
 
-import inspect
 import math
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import proxprop
 from cases import randn
+from optimizers import OPTIMIZERS, matrices
 from proxprop import CG, Exact
 from training import assert_same, directions, images, loss_of, small_model
 
 works = pytest.mark.compatibility
-
-EXCLUDED = {torch.optim.SparseAdam: "takes sparse gradients only, and directions are dense"}
-
-OPTIMIZERS = sorted(
-    (
-        optimizer
-        for _, optimizer in inspect.getmembers(torch.optim, inspect.isclass)
-        if issubclass(optimizer, torch.optim.Optimizer)
-        and optimizer is not torch.optim.Optimizer
-        and optimizer not in EXCLUDED
-    ),
-    key=lambda optimizer: optimizer.__name__,
-)
-
-
-def matrices(solver) -> nn.Sequential:
-    """A model of 2-D parameters only: what Muon takes."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False)).double()
-    return proxprop.convert(model, solver)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:

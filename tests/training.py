@@ -60,3 +60,76 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
     for name, value in expected.items():
         error = relative_error(found[name], value)
         assert error <= tolerance, f"{name}: relative error {error:.2e}"
+
+
+def grads(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def attached(layer: nn.Module, **options) -> torch.optim.Optimizer:
+    """An optimizer that moves nothing, attached."""
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    proxprop.attach(optimizer, layer, **options)
+    return optimizer
+
+
+class Tied(nn.Module):
+    """Two layers that share a weight and have biases of their own, or none, or the same."""
+
+    def __init__(self, biases: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4, bias=biases != "none", dtype=torch.float64)
+        self.second = nn.Linear(4, 4, bias=biases != "none", dtype=torch.float64)
+        self.second.weight = self.first.weight
+        if biases == "same":
+            self.second.bias = self.first.bias
+        self.head = nn.Linear(4, 1, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x).tanh()))
+
+
+def whole_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
+    wanted = targets()
+
+    def step(input: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = (model(input) - wanted).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def saved_by(call: Callable[[], Tensor]) -> tuple[dict[int, int], Tensor]:
+    """The storages that autograd keeps for a call, with their bytes, and the call's output."""
+    saved: dict[int, int] = {}
+    kept: list[Tensor] = []  # so that no storage is freed and its address taken anew
+
+    def save(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        return saved, call()
+
+
+def sparse_inputs() -> dict[str, Tensor]:
+    return {
+        "torch.sparse_coo": torch.eye(4).to_sparse(),
+        "torch.sparse_csr": torch.eye(4).to_sparse_csr(),
+        "torch.jagged": torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged),
+    }
+
+
+def stepped(
+    model: nn.Module, optimizer: torch.optim.Optimizer, input: Tensor, call=None
+) -> dict[str, Tensor]:
+    """The directions of one step of an attached model."""
+    optimizer.zero_grad()
+    loss_of(call or model, input).backward()
+    optimizer.step()
+    return grads(model)

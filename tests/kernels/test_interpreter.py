@@ -25,5 +25,5 @@ def test_kernels_equal_their_plain_twins() -> None:
 
 
 def test_no_file_is_left_out() -> None:
-    others = {"test_interpreter.py", "test_compile.py"}
+    others = {"test_interpreter.py", "test_compile.py", "test_launch.py"}
     assert {path.name for path in FOLDER.glob("test_*.py")} == {*FILES, *others}

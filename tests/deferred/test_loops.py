@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import proxprop
 from cases import randn, relative_error
+from optimizers import OPTIMIZERS, matrices
 from proxprop import CG, Exact
-from test_optimizers import OPTIMIZERS, matrices
 from training import assert_same, directions, handle_of, images, loss_of, small_model, targets
 
 works = pytest.mark.compatibility

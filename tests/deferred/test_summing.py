@@ -9,23 +9,26 @@ from torch.utils.checkpoint import checkpoint
 
 import proxprop
 from cases import LAYERS, SOLVERS, LayerCase, assert_directions, by_name, randn, relative_error, summed_oracle
+from layers import CASES, Case, attention_inputs, converted, fresh, last
 from proxprop import CG, Exact
 from proxprop.solvers import DIAGONAL, FEATURE, Solver
-from test_layers import CASES, Case, attention_inputs, converted, fresh, last
-from training import assert_same, directions, images, loss_of, plain_model, small_model, targets
+from quiet import quiet_dynamo
+from training import (
+    Tied,
+    assert_same,
+    attached,
+    directions,
+    grads,
+    images,
+    loss_of,
+    plain_model,
+    small_model,
+    targets,
+)
 
 works = pytest.mark.compatibility
-# torch's own: dynamo makes an instance of every autograd.Function
-quiet_dynamo = pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 SCALINGS = pytest.mark.parametrize("scaling", ["paper", "gradient"])
 FEW = pytest.mark.parametrize("solver", [Exact(), CG(2)], ids=str)
-
-
-def attached(layer: nn.Module, **options) -> torch.optim.Optimizer:
-    """An optimizer that moves nothing, attached."""
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
-    proxprop.attach(optimizer, layer, **options)
-    return optimizer
 
 
 def steps_of(layer: nn.Module, calls: list[tuple[tuple[Tensor, ...], Tensor]], **options) -> None:
@@ -147,10 +150,6 @@ def test_attention_that_is_called_in_both_ways_solves_each_projections_sum(bias:
             assert relative_error(layer.in_proj_bias.grad[piece], D[6]) < 1e-9
 
 
-def grads(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def accumulate(model: nn.Module, cuts: list[int], call=None) -> None:
     """One batch of six in micro-batches; each mean is weighted by its share of the samples."""
     for input, wanted in zip(images().split(cuts), targets().split(cuts), strict=True):
@@ -215,23 +214,6 @@ def test_a_recurrent_cell_solves_the_sum_of_its_steps(solver: Solver) -> None:
     state.square().sum().backward()
     optimizer.step()
     assert_directions(layer, expected)
-
-
-class Tied(nn.Module):
-    """Two layers that share a weight and have biases of their own, or none, or the same."""
-
-    def __init__(self, biases: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(4, 4, bias=biases != "none", dtype=torch.float64)
-        self.second = nn.Linear(4, 4, bias=biases != "none", dtype=torch.float64)
-        self.second.weight = self.first.weight
-        if biases == "same":
-            self.second.bias = self.first.bias
-        self.head = nn.Linear(4, 1, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.second(self.first(x).tanh()))
 
 
 @works("Tied weights", mode="deferred")

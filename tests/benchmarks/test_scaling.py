@@ -13,7 +13,7 @@ from scaling_shapes import GPT2_MEDIUM, LLAMA_7B, MEASURED, MODELS, RESNET50, Mo
 
 import proxprop
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TERM = Term(1e-5, 1e14)
 TERMS = Terms({(m.like, m.precision): 1e14 for m in (*MODELS, *MEASURED)}, TERM, 2.0, TERM, TERM, TERM, TERM)
 NETWORK = Network(inside=450e9, between=50e9)

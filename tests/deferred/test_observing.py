@@ -17,9 +17,8 @@ from cases import randn, relative_error
 from proxprop import Attached, Exact, Running
 from proxprop.deferred import together
 from proxprop.solvers import Solver
-from test_deferred import Tied
-from test_deferred_running import SOLVERS, attached, batches, rows, stated, stepped
-from training import assert_same, handle_of
+from running_averages import SOLVERS, attached, batches, rows, stated, stepped
+from training import Tied, assert_same, handle_of
 
 works = pytest.mark.compatibility
 FEATURE = "Running averages of S, observed in some steps (`Running(update_every=...)`)"
