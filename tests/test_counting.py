@@ -29,7 +29,7 @@ def test_it_is_shown_the_plain_twins(monkeypatch: pytest.MonkeyPatch) -> None:
 @works(COUNTING, mode="deferred")
 @pytest.mark.parametrize("mode", ["immediate", "deferred"])
 @pytest.mark.parametrize("solver", [CG(3), Exact()], ids=str)
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-3), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-3), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize(
     ("device", "samples", "outputs"), [("cpu", 103, 512), pytest.param("cuda", 1003, 4096, marks=GPU)]
 )

@@ -58,6 +58,12 @@ def tf32_allowed() -> bool:
     return torch.backends.cuda.matmul.fp32_precision not in ("none", "ieee")
 
 
+def product_rounding(array: Tensor) -> float:
+    """ε of a product with this array: TF32's where a GPU may use it."""
+    coarse = array.is_cuda and array.dtype == torch.float32 and not is_traced() and tf32_allowed()
+    return 2.0**-11 if coarse else float(torch.finfo(array.dtype).eps)
+
+
 def is_captured(tensor: Tensor) -> bool:
     """Whether operations on this tensor go into a CUDA graph.
 

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from proxprop import device
 from proxprop.solvers.memory import is_transformed
 
 ROUNDING = 10
@@ -93,12 +94,12 @@ class _Iteration:
         out: Tensor | None,
     ) -> None:
         self.multiply, self.damping, self.dims = multiply, damping, dims
-        self.precision = torch.finfo(B.dtype)
+        self.epsilon, self.tiny = device.product_rounding(B), torch.finfo(B.dtype).tiny
         self.spare = None if is_transformed(B) else torch.empty_like(B)
         self.first, self.scale = normalize(B, dims, self.spare)
         self.residual = self.search = self.first
         self.W_search = multiply(self.first)
-        self.rounding = None if diagonal is None else diagonal * self.precision.eps
+        self.rounding = None if diagonal is None else diagonal * self.epsilon
         self.dual_first = self.first if diagonal is None else self.W_search
         self.squared = self._inner(self.first, self.dual_first)
         self.noise = None if self.rounding is None else self._inner_by(self.rounding)
@@ -150,7 +151,7 @@ class _Iteration:
 
         A column that has stopped takes steps of length zero, so its floor is infinite from then on.
         """
-        floor = (self.energy / self.smallest).mul_((ROUNDING * self.precision.eps) ** 2)
+        floor = (self.energy / self.smallest).mul_((ROUNDING * self.epsilon) ** 2)
         if self.rounding is not None:
             self.noise = self._inner_by(self.rounding)
             floor = floor.maximum(self.noise)
@@ -181,7 +182,7 @@ class _Iteration:
         if self.noise is None:
             if self.steps == 1:
                 return None
-            return self.largest * (SPOILT * self.precision.eps) > self.first_length
+            return self.largest * (SPOILT * self.epsilon) > self.first_length
         stopped = self.squared == 0
         if not self._must_not_wait() and not stopped.any():
             return None
@@ -202,7 +203,7 @@ class _Iteration:
 
     def _positive(self, squared: Tensor) -> Tensor:
         """A square to divide by: where it is zero, so is what is divided. NaN stays NaN."""
-        return squared.clamp(min=self.precision.tiny)
+        return squared.clamp(min=self.tiny)
 
 
 def normalize(B: Tensor, dims: tuple[int, ...], spare: Tensor | None = None) -> tuple[Tensor, Tensor]:

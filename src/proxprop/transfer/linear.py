@@ -91,11 +91,12 @@ class LinearTransfer(Affine):
         return self._weight_product(self._rotated_rows()[0], U[0]), bias
 
     def _rotated_rows(self) -> Tensor:
-        """Kept for the gradient where products need no copies in parts, so that there is memory for them."""
+        """Kept for the gradient, unless many layers are solved at a time and their products need copies in parts."""
         if self._rotated is not None:
             return self._rotated
         rotated = super()._rotated_rows()
-        self._rotated = rotated if not device.is_traced() and device.tf32_allowed() else None
+        if not device.is_traced() and (device.tf32_allowed() or not device.is_captured(rotated)):
+            self._rotated = rotated
         return rotated
 
     def _weight_product(self, X: Tensor, G: Tensor) -> Tensor:
