@@ -1,6 +1,8 @@
 # Every target sets up what it needs in .venv and touches nothing outside the checkout.
 PYTHON ?= python3
 BIN := .venv/bin
+# Each file's tests stay in one process, which has one thread: processes share the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 .PHONY: demo test test-all gpu-test check format docs clean
 
@@ -8,10 +10,10 @@ demo: .venv/.installed  ## train BackProp and ProxProp side by side on embedded 
 	$(BIN)/proxprop compare
 
 test: .venv/.installed  ## the test suite without full crosses of cases, doctests included
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: .venv/.installed  ## every test
-	$(BIN)/python -m pytest -m ""
+	$(PYTEST) -m ""
 
 gpu-test:  ## every test that needs a GPU, in the Python that has torch for it; writes results/gpu-tests.json
 	$(PYTHON) tests/gpu_record.py
@@ -20,7 +22,7 @@ check: .venv/.installed  ## format, lint, types, every test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m ""
+	$(PYTEST) -m ""
 
 format: .venv/.installed  ## rewrite the code in the project's format
 	$(BIN)/ruff format .

@@ -79,8 +79,11 @@ class Claims:
             for marker in item.iter_markers("compatibility")
         )
         self.found = list(dict.fromkeys(claims))
-        named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
-        self.whole_suite = not (named or config.getoption("ignore") or config.getoption("lf", False))
+        asked = {(ROOT / path).resolve() for path in config.args}
+        whole = {(ROOT / path).resolve() for path in config.getini("testpaths")}
+        self.whole_suite = asked == whole and not (
+            config.getoption("ignore") or config.getoption("lf", False)
+        )
 
 
 def collect() -> list[Claim]:
