@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-import gpu_record
 import pytest
+
+import gpu_record
 from gpu_record import ROOT, TESTS, Outcomes
 
 EXAMPLE = """
