@@ -82,6 +82,7 @@ def test_a_step_of_nothing_is_zero(make, shape, solver: Solver, scaling: str) ->
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in layer.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:.*or is not finite where:RuntimeWarning")
 @works("NaN and infinite inputs", "Input")
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @FEW

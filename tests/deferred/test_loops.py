@@ -345,6 +345,7 @@ def test_the_loss_scale_drops_out() -> None:
     assert_same(found[1], found[0], tolerance=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:.*or is not finite where:RuntimeWarning")
 def test_non_finite_numbers_come_through_as_in_immediate_mode() -> None:
     """A NaN is seen by whoever looks, never turned into a finite direction."""
     for broken in (float("nan"), float("inf")):

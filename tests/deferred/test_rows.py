@@ -371,6 +371,7 @@ def test_a_direction_is_not_added_to() -> None:
         optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:.*or is not finite where:RuntimeWarning")
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @FEW
 def test_non_finite_rows_reach_the_direction(solver: Solver, value: float) -> None:
