@@ -7,6 +7,7 @@ stacked system densely in float64.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -69,6 +70,17 @@ SOLVER_SPACES: list[tuple[Solver, str]] = [
     for space in (SAMPLE, FEATURE, MATRIX_FREE)
     if space in solver.spaces
 ]
+
+FEW = (Exact(), CG(2), CG(3, per_output=False))
+
+
+def crossed(*values: object) -> object:
+    """One place of a cross, slow unless its solver is one of a few: the others differ by their number of iterations."""
+    return pytest.param(*values, marks=() if values[0] in FEW else pytest.mark.slow)
+
+
+CROSSED_SOLVERS = [crossed(solver) for solver in SOLVERS]
+CROSSED_SOLVER_SPACES = [crossed(solver, space) for solver, space in SOLVER_SPACES]
 
 by_name = {"ids": lambda value: getattr(value, "name", None) or str(value)}
 

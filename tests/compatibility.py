@@ -64,18 +64,23 @@ class Claim:
 
 
 class Claims:
-    """A pytest plugin that gathers the markers of everything collected."""
+    """A pytest plugin that gathers the markers of everything collected, also of what will be deselected."""
 
     def __init__(self) -> None:
         self.found: list[Claim] = []
+        self.whole_suite = False
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Read the markers; parametrized tests count once for each feature."""
-        for item in items:
-            for marker in item.iter_markers("compatibility"):
-                claim = Claim(item.nodeid.split("[")[0], *marker.args, **marker.kwargs)
-                if claim not in self.found:
-                    self.found.append(claim)
+        claims = (
+            Claim(item.nodeid.split("[")[0], *marker.args, **marker.kwargs)
+            for item in items
+            for marker in item.iter_markers("compatibility")
+        )
+        self.found = list(dict.fromkeys(claims))
+        named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+        self.whole_suite = not (named or config.getoption("ignore") or config.getoption("lf", False))
 
 
 def collect() -> list[Claim]:

@@ -8,12 +8,25 @@ import torch
 from hypothesis import settings
 
 import proxprop
+from compatibility import Claims
 
 # Timings vary between machines, and a run on CI should be the same every time.
 settings.register_profile("proxprop", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("proxprop")
 
+CLAIMS = Claims()
+
 collect_ignore = ["distributed"]  # run by torchrun, see test_distributed.py
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(CLAIMS)
+
+
+@pytest.fixture
+def claims() -> Claims:
+    """What all tests that were collected claim for docs/compatibility.md."""
+    return CLAIMS
 
 
 @pytest.fixture

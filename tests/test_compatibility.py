@@ -5,16 +5,21 @@ import sys
 
 import pytest
 
-from compatibility import ROOT, Claim, cells, document
+from compatibility import ROOT, Claim, Claims, cells, document
 
 
-def test_the_document_is_the_one_the_tests_write() -> None:
-    written = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "compatibility.py")], capture_output=True, text=True
-    )
-    assert written.returncode == 0, written.stderr
+def test_the_document_is_the_one_the_tests_write(claims: Claims) -> None:
     committed = (ROOT / "docs" / "compatibility.md").read_text()
-    assert committed == written.stdout, "run: python tests/compatibility.py > docs/compatibility.md"
+    written = document(claims.found) if claims.whole_suite else written_by_a_process()
+    assert committed == written, "run: python tests/compatibility.py > docs/compatibility.md"
+
+
+def written_by_a_process() -> str:
+    """Where this run has not collected every test."""
+    command = [sys.executable, str(ROOT / "tests" / "compatibility.py")]
+    written = subprocess.run(command, capture_output=True, text=True)
+    assert written.returncode == 0, written.stderr
+    return written.stdout
 
 
 def test_claims_of_one_feature_share_a_row() -> None:

@@ -13,6 +13,7 @@ from proxprop import CG, Exact
 from training import assert_same, directions, images, small_model, whole_step
 
 works = pytest.mark.compatibility
+slow = pytest.mark.slow
 # torch's own: dynamo makes an instance of every autograd.Function, inductor calls what torch has deprecated.
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -23,7 +24,7 @@ pytestmark = [
 
 
 @works("`torch.compile` of the model, with and without `fullgraph`")
-@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=slow)])
 @pytest.mark.parametrize("solver", [CG(3), CG(2, per_output=False), Exact()], ids=str)
 def test_a_compiled_model_gives_eagers_directions(solver, fullgraph: bool) -> None:
     model = small_model(solver)
@@ -61,7 +62,7 @@ class Residual(nn.Module):
 
 
 @works("`torch.compile`, batches of changing size")
-@pytest.mark.parametrize("dynamic", [None, True, False])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=slow), pytest.param(False, marks=slow)])
 @pytest.mark.parametrize(("solver", "space"), [(CG(2), "sample"), (Exact(), "feature")], ids=str)
 def test_convolutions_with_symbolic_sizes(solver, space: str | None, dynamic: bool | None) -> None:
     torch.manual_seed(0)
@@ -71,6 +72,7 @@ def test_convolutions_with_symbolic_sizes(solver, space: str | None, dynamic: bo
         assert_same(directions(model, images(batch), compiled), directions(model, images(batch)), 1e-9)
 
 
+@slow
 @works("`torch.compile`, batches of changing size")
 def test_symbolic_sizes_in_bfloat16_with_channels_last() -> None:
     torch.manual_seed(0)
@@ -84,6 +86,7 @@ def test_symbolic_sizes_in_bfloat16_with_channels_last() -> None:
 
 # torch's own: the benchmarks that choose a product ask for what torch has deprecated
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+@slow
 @works("`torch.compile` of the model, with and without `fullgraph`")
 def test_products_that_inductor_chooses_among() -> None:
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import proxprop
 from cases import (
+    CROSSED_SOLVER_SPACES,
     LAYERS,
     SOLVER_SPACES,
     LayerCase,
@@ -32,7 +33,7 @@ def backward(layer: nn.Module, input: Tensor, seed: int = 2) -> tuple[Tensor, Te
 
 @quiet_same_padding
 @pytest.mark.parametrize("case", LAYERS, **by_name)
-@pytest.mark.parametrize(("solver", "space"), SOLVER_SPACES, **by_name)
+@pytest.mark.parametrize(("solver", "space"), CROSSED_SOLVER_SPACES, **by_name)
 def test_direction_equals_dense_oracle(case: LayerCase, solver: Solver, space: str) -> None:
     plain, input = case.layer(), case.input()
     layer = proxprop.convert(copy.deepcopy(plain), solver, tau_theta=0.7, space=space, include_last=True)
@@ -64,7 +65,7 @@ def test_forward_and_input_gradient_are_torchs_to_the_bit(case: LayerCase) -> No
 
 @pytest.mark.parametrize("case", [c for c in LAYERS if c.layer().bias is not None], **by_name)
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
-@pytest.mark.parametrize(("solver", "space"), SOLVER_SPACES, **by_name)
+@pytest.mark.parametrize(("solver", "space"), CROSSED_SOLVER_SPACES, **by_name)
 @quiet_same_padding
 def test_only_what_is_trained_is_solved_for(case: LayerCase, frozen: str, solver: Solver, space: str) -> None:
     plain, input = case.layer(), case.input()

@@ -38,7 +38,9 @@ def snippets() -> list[tuple[str, str]]:
 PASTED = dict(snippets())
 
 
-@pytest.mark.parametrize("name", PASTED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if "README" in name else pytest.mark.slow) for name in PASTED]
+)
 def test_a_snippet_runs_as_pasted(name: str, tmp_path: Path) -> None:
     """Each by itself, in a process and a folder of its own."""
     done = subprocess.run(

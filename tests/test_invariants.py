@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import proxprop
-from cases import LAYERS, SOLVER_SPACES, LayerCase, by_name, oracle, randn, relative_error
+from cases import CROSSED_SOLVER_SPACES, LAYERS, LayerCase, by_name, oracle, randn, relative_error
 from proxprop import CG, Exact
 from proxprop.solvers import FEATURE, SAMPLE, Solver
 
@@ -33,7 +33,7 @@ def converted(
 
 
 @pytest.mark.parametrize("case", SOME_LAYERS, **by_name)
-@pytest.mark.parametrize(("solver", "space"), SOLVER_SPACES, **by_name)
+@pytest.mark.parametrize(("solver", "space"), CROSSED_SOLVER_SPACES, **by_name)
 @pytest.mark.parametrize(
     ("dtype", "exponents"), [(torch.float32, (-30, -8, 8, 30)), (torch.float64, (-200, 200))]
 )
@@ -50,7 +50,7 @@ def test_scale_equivariant_in_G(case, solver, space, dtype, exponents) -> None:
 
 
 @pytest.mark.parametrize("case", SOME_LAYERS, **by_name)
-@pytest.mark.parametrize(("solver", "space"), SOLVER_SPACES, **by_name)
+@pytest.mark.parametrize(("solver", "space"), CROSSED_SOLVER_SPACES, **by_name)
 def test_dead_output_gets_an_exactly_zero_direction(case, solver, space) -> None:
     layer, input = converted(case, solver, space), case.input()
     G = randn(*layer(input).shape, seed=1)
@@ -62,7 +62,7 @@ def test_dead_output_gets_an_exactly_zero_direction(case, solver, space) -> None
 
 
 @pytest.mark.parametrize("case", SOME_LAYERS, **by_name)
-@pytest.mark.parametrize(("solver", "space"), SOLVER_SPACES, **by_name)
+@pytest.mark.parametrize(("solver", "space"), CROSSED_SOLVER_SPACES, **by_name)
 def test_zero_gradient_gives_exactly_zero(case, solver, space) -> None:
     layer, input = converted(case, solver, space), case.input()
     for value in directions(layer, input, torch.zeros_like(layer(input))).values():
@@ -70,7 +70,7 @@ def test_zero_gradient_gives_exactly_zero(case, solver, space) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(7, 4, bias=False), lambda: nn.Linear(3, 4, bias=False)])
-@pytest.mark.parametrize(("solver", "space"), SOLVER_SPACES, **by_name)
+@pytest.mark.parametrize(("solver", "space"), CROSSED_SOLVER_SPACES, **by_name)
 @pytest.mark.parametrize("scale", [1e-25, 1e-4, 10.0])
 def test_inputs_of_any_scale_give_the_oracles_direction_in_float32(make, solver, space, scale) -> None:
     """A so small that AᵀA underflows leaves the scaled gradient τ_θ·AᵀG, not zero and not NaN."""
@@ -114,7 +114,7 @@ def test_gradient_scaling_tends_to_the_gradient_and_forgets_the_batch_size(solve
         assert relative_error(twice[name], value) < 1e-12
 
 
-@pytest.mark.parametrize(("solver", "space"), SOLVER_SPACES, **by_name)
+@pytest.mark.parametrize(("solver", "space"), CROSSED_SOLVER_SPACES, **by_name)
 def test_paper_and_gradient_scaling_differ_by_their_documented_factor(solver, space) -> None:
     input, G = randn(6, 4, seed=1), randn(6, 3, seed=2)
     settings = {"solver": solver, "space": space, "dtype": torch.float64}
@@ -127,15 +127,15 @@ def test_paper_and_gradient_scaling_differ_by_their_documented_factor(solver, sp
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize(("solver", "space"), SOLVER_SPACES, **by_name)
+@pytest.mark.parametrize(("solver", "space"), CROSSED_SOLVER_SPACES, **by_name)
 @pytest.mark.parametrize("where", ["G", "input"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_non_finite_values_reach_the_gradient(value, solver, space, where, dtype) -> None:
-    """A gradient scaler must see them; a factorisation that met them says so."""
+    """A gradient scaler must see them; a factorisation that met infinities says so."""
     layer = proxprop.nn.Linear(4, 3, solver=solver, space=space, dtype=dtype)
     input, G = randn(6, 4, seed=1).to(dtype), randn(6, 3, seed=2).to(dtype)
     (G if where == "G" else input)[2, 1] = value
-    fails = solver == Exact() and where == "input"
+    fails = solver == Exact() and where == "input" and value == float("inf")
     with pytest.warns(RuntimeWarning, match="not positive definite") if fails else nullcontext():
         D = directions(layer, input, G)
     assert not bool(D["weight"].isfinite().all())

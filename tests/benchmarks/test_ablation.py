@@ -49,7 +49,14 @@ def operations(step) -> Counter:
     return Counter(event.name for event in profiler.events())
 
 
-@pytest.mark.parametrize("name", [name for name, path in PATHS.items() if path.way == "cpu"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if "mlp-500" in path.networks else [])
+        for name, path in PATHS.items()
+        if path.way == "cpu"
+    ],
+)
 def test_a_step_without_a_path_does_something_else(monkeypatch, name) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # eigenvectors pay for few cores alone
     path = PATHS[name]

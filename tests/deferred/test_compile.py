@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 @works("`torch.compile` of the model, with and without `fullgraph`")
 @works("`torch.compile`, batches of changing size")
 @quiet_dynamo
-@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_compiled_model(fullgraph: bool) -> None:
     model = small_model(Exact())
     eager = copy.deepcopy(model)
