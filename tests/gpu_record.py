@@ -28,6 +28,10 @@ TESTS = [
 """The files with tests that run on a GPU alone, and the kernels', which Triton compiles there."""
 
 
+TORCH_WARNS = ["The AccumulateGrad node's stream does not match", "Synchronization debug mode is a prototype"]
+"""Warnings of torch 2.11 about graphs of single passes and about its own debug mode."""
+
+
 class Outcomes:
     """A pytest plugin that counts how tests ended, and names those that failed."""
 
@@ -89,7 +93,8 @@ def main(arguments: list[str]) -> int:
     sys.path.insert(0, source)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     outcomes = Outcomes()
-    status = pytest.main(["-q", "-m", "", *TESTS, *arguments], plugins=[outcomes])
+    quiet = [option for message in TORCH_WARNS for option in ("-W", f"ignore:{message}:UserWarning")]
+    status = pytest.main(["-q", "-m", "", *quiet, *TESTS, *arguments], plugins=[outcomes])
     RECORD.write_text(json.dumps(record(outcomes, arguments), indent=1) + "\n")
     return int(status)
 

@@ -201,7 +201,7 @@ def test_non_finite_inputs_reach_the_direction_and_do_no_lasting_harm(solver, va
     model = small_model(solver)
     bad = images()
     bad[1, 0, 2, 2] = value
-    with told_of_failure(solver):
+    with told_of_failure(solver, value):
         loss_of(model, bad).backward()
     assert not bool(model[0].weight.grad.isfinite().all())
     model.zero_grad()

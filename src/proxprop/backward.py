@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from proxprop import device, tuning
-from proxprop.direction import Direction, planned, prepare, solve
+from proxprop.direction import Direction, described, planned, prepare, solve
 from proxprop.failures import FailureWarner
 from proxprop.settings import Settings
 from proxprop.side_streams import SideSolve
@@ -61,8 +61,8 @@ class Task:
     def plan(self, inputs: Sequence[Tensor], output: Tensor, parameters: Sequence[Tensor | None]) -> Plan:
         """What backward will do for this call."""
         shapes = [p.shape if p is not None and p.requires_grad else None for p in parameters]
-        transfer, _ = self.transfer([tensor.detach() for tensor in inputs], output.detach(), shapes)
-        return planned(transfer, self.settings)
+        transfer, like = self.transfer([tensor.detach() for tensor in inputs], output.detach(), shapes)
+        return described(transfer, self.settings, like)
 
     def direction(self, transfer: Transfer, G: Tensor) -> Parameters:
         """The solved direction; a failure is noted and the observer shown."""

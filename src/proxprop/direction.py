@@ -1,6 +1,6 @@
 """From a layer's call and its output gradient to its direction: plan, solve in the planned space, translate back."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from proxprop.solvers import (
     ProductSolve,
     plan,
 )
+from proxprop.solvers.matmul import wide
 from proxprop.solvers.memory import is_transformed
 from proxprop.solvers.plan import remembered_plan
 from proxprop.solvers.rotation import always_rotates, mean_dominates
@@ -36,6 +37,18 @@ def planned(transfer: Transfer, settings: Settings) -> Plan:
     costs = transfer.gram_flops(), transfer.gram_price(), transfer.own_price()
     question = transfer.sizes, settings.solver, settings.space, transfer.spaces, *costs
     return plan(*question) if torch.compiler.is_compiling() else remembered_plan(*question)
+
+
+def described(transfer: Transfer, settings: Settings, like: Tensor) -> Plan:
+    """The plan for a call, and which backend it gets; `like` is a tensor of the call in the precision to solve in."""
+    chosen = planned(transfer, settings)
+    groups, samples, features, outputs = transfer.sizes
+    size = samples if chosen.space == SAMPLE else features
+    M = like.new_empty((), dtype=wide(like)).expand(groups, size, size)
+    found = "closed form" if chosen.space == DIAGONAL else settings.solver.backend(chosen.space, M, outputs)
+    if chosen.space == FEATURE:
+        found += f", S by {transfer.gram_method()}"
+    return replace(chosen, backend=found)
 
 
 @dataclass(frozen=True)

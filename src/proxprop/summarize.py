@@ -110,7 +110,7 @@ class Summary:
             "extra FLOPs",
             "extra memory",
             "S if deferred",
-            "why",
+            "why or how",
         )
         lines = [header, *(_cells(row) for row in self.rows)]
         widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
@@ -161,7 +161,9 @@ def _cells(row: LayerSummary) -> tuple[str, ...]:
         where = row.plan.space + (" (pinned)" if row.plan.pinned else "")
         flops = f"{row.plan.flops / row.plan.backprop_flops:.2f}x" if row.plan.backprop_flops else ""
         memory = in_units(row.plan.bytes)
-    return (row.name or "(model)", row.kind, f"{row.parameters:,}", where, flops, memory, gram, row.reason)
+    how = row.plan.backend if row.plan is not None else ""
+    reason = ", ".join(filter(None, [row.reason, how]))
+    return (row.name or "(model)", row.kind, f"{row.parameters:,}", where, flops, memory, gram, reason)
 
 
 def summary(model: nn.Module, example: Any) -> Summary:

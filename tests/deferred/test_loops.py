@@ -363,7 +363,7 @@ def test_non_finite_numbers_come_through_as_in_immediate_mode() -> None:
         input = images()
         input[0, 0, 0, 0] = broken
         loss_of(model, input).backward()
-        with told_of_failure(Exact()):
+        with told_of_failure(Exact(), broken):
             optimizer.step()
         assert not bool(model[0].weight.grad.isfinite().any())
         model.load_state_dict(before)  # no learning rate is small enough for NaN

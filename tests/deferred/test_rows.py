@@ -379,7 +379,7 @@ def test_non_finite_rows_reach_the_direction(solver: Solver, value: float) -> No
     bad = calls[0][0].clone()
     bad[1, 2] = value
     layer(bad).backward(calls[0][1])
-    with told_of_failure(solver):
+    with told_of_failure(solver, value):
         optimizer.step()
     assert not bool(layer.weight.grad.isfinite().any())
     optimizer.zero_grad()

@@ -137,7 +137,7 @@ def _mend(INVERSE, SQUARES, M, FAILED, size, stride, padded, damping, least_shar
     sound = pivots > least_share * tl.where(inside, diagonal + damping, 1.0)
     broken = tl.sum(sound.to(tl.int32), axis=0) < SIZE  # true where NaN is
     bound = damping + tl.sum(diagonal, axis=0)
-    tl.store(FAILED + group, broken)
+    tl.store(FAILED + group, broken & (bound == bound))  # NaN is not a failure of the factorisation
     if broken:
         bound = tl.where(bound < float("inf"), bound, float("nan"))
         for row in range(padded):

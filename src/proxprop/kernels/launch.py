@@ -68,6 +68,10 @@ def on_its_device(launching: Launching[Arguments, Result]) -> Launching[Argument
 
     @wraps(launching)
     def launch(array: Tensor, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if (
+            not array.is_cuda or array.get_device() == torch.cuda.current_device()
+        ):  # to enter one takes longer
+            return launching(array, *args, **kwargs)
         with torch.cuda.device_of(array):
             return launching(array, *args, **kwargs)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from proxprop import tuning
 from proxprop.device import round_up
-from proxprop.solvers.cholesky import Factorization, factorize_whole, upper_bound
+from proxprop.solvers.cholesky import Factorization, divisor, factorize_whole, upper_bound
 from proxprop.solvers.matmul import transposed_product
 
 _product = partial(transposed_product, precise=True)
@@ -44,7 +44,8 @@ class BlockFactorization(Factorization):
             if end < len(left):
                 self.beside.append(_product(self.corners[-1].mT, left[start:end, end:]))
                 left[end:, end:] -= _product(self.beside[-1])
-        self.failed = torch.stack(failures).any(0)
+        self.broken = torch.stack(failures).any(0)
+        self.failed = self.broken & self.bound.isnan().logical_not()
 
     def solve(self, B: Tensor) -> Tensor:
         """Two sweeps over the blocks."""
@@ -52,7 +53,7 @@ class BlockFactorization(Factorization):
         right = B.new_zeros(len(self.corners) * len(self.corners[0]), round_up(outputs, tuning.CHOLESKY_UNIT))
         right[: self.size, :outputs] = B[0]
         self._sweep(right)
-        return torch.where(self.failed, B / self.bound, right[None, : self.size, :outputs])
+        return torch.where(self.broken, B / divisor(self.bound), right[None, : self.size, :outputs])
 
     def inverse(self) -> Tensor:
         """The solution for the identity."""

@@ -72,6 +72,15 @@ class CG(Solver):
         }
         return self.iterations * groups * product[space]
 
+    def backend(self, space: str, M: Tensor, outputs: int) -> str:
+        """What iterates: the "triton" kernels, the torch loop in an "eigenbasis", or the "torch" loop."""
+        if (space == SAMPLE and self._takes_triton(M)) or (
+            space == FEATURE and self._takes_triton_features(M)
+        ):
+            return "triton"
+        formed = space != MATRIX_FREE and self.per_output
+        return "eigenbasis" if formed and eigenbasis.pays(M, self.iterations, outputs) else "torch"
+
     def prepared(
         self, space: str, M: Tensor, damping: float, outputs: int, rotated: bool = False
     ) -> PreparedSolve:
@@ -92,8 +101,7 @@ class CG(Solver):
 
     def features(self, S: Tensor, B: Tensor, damping: float) -> Solution:
         """Return the iterate from products with S."""
-        few = B.shape[-2] <= tuning.TRITON_CG_MOST_FEATURES
-        if few and self.per_output and device.use_fp16_products(B):
+        if self._takes_triton_features(S):
             from proxprop.kernels import feature_cg
 
             return Solution(*feature_cg.feature_cg(S, B, damping, self.iterations, device.fp16_terms()))
@@ -109,6 +117,11 @@ class CG(Solver):
         few = K.shape[-1] <= tuning.TRITON_CG_MOST_SAMPLES
         few = few and self.iterations <= tuning.TRITON_CG_MOST_ITERATIONS
         return few and self.per_output and device.use_fp16_products(K)
+
+    def _takes_triton_features(self, S: Tensor) -> bool:
+        """Whether the Triton kernel for feature space is used."""
+        few = S.shape[-1] <= tuning.TRITON_CG_MOST_FEATURES
+        return few and self.per_output and device.use_fp16_products(S)
 
     def _triton_samples(self, K: Tensor, G: Tensor, damping: float, rotated: bool = False) -> Solution:
         """The iterate from the Triton kernel, which can rotate G as it reads it."""

@@ -3,7 +3,7 @@
 A factorisation has failed where a pivot is no larger than what rounding leaves of its diagonal entry: what follows
 would be noise. The factor is then replaced by `√(λ + trace M)·I`, which makes the solution `B / (λ + trace M)`, the
 gradient at a step that cannot overshoot. It is linear in B and chosen without synchronisation. Where M is not finite,
-neither is the solution.
+neither is the solution; where M is NaN that is no failure of the factorisation, and is not flagged.
 """
 
 from abc import ABC, abstractmethod
@@ -79,9 +79,13 @@ def backend(M: Tensor) -> str:
 
 
 def upper_bound(M: Tensor, damping: float) -> Tensor:
-    """`λ + trace M`, no smaller than the largest eigenvalue, `[groups]`; NaN where M overflowed."""
-    bound = M.diagonal(dim1=-2, dim2=-1).sum(-1).add_(damping)
-    return bound.masked_fill_(bound == torch.inf, torch.nan)  # because `B / inf` would hide it
+    """`λ + trace M`, no smaller than the largest eigenvalue, `[groups]`; infinite where M overflowed."""
+    return M.diagonal(dim1=-2, dim2=-1).sum(-1).add_(damping)
+
+
+def divisor(bound: Tensor) -> Tensor:
+    """What B is divided by where a factorisation failed: NaN where M overflowed, because `B / inf` would hide it."""
+    return bound.masked_fill(bound == torch.inf, torch.nan)
 
 
 def least_share(M: Tensor) -> float:
@@ -99,8 +103,8 @@ class LapackFactorization(TriangularFactorization):
         L, info = torch.linalg.cholesky_ex(M)
         sound = (L.diagonal(dim1=-2, dim2=-1).square() > least).all(-1) & (info == 0)
         identity = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
-        self.L = torch.where(sound.view(-1, 1, 1), L, identity * bound.sqrt().view(-1, 1, 1))
-        self.failed = sound.logical_not()
+        self.L = torch.where(sound.view(-1, 1, 1), L, identity * divisor(bound).sqrt().view(-1, 1, 1))
+        self.failed = (sound | bound.isnan()).logical_not()
 
     def solve(self, B: Tensor) -> Tensor:
         """Two triangular solves.

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from proxprop.solvers.cholesky import factorize
+from proxprop.solvers.cholesky import backend, factorize
 from proxprop.solvers.solver import FEATURE, SAMPLE, PreparedSolve, Sizes, Solution, Solver
 
 
@@ -34,6 +34,10 @@ class Exact(Solver):
         """A Cholesky factor (`size³/3`) and two triangular solves (`2·size²·outputs`) for each group."""
         size = sizes.samples if space == SAMPLE else sizes.features
         return sizes.groups * (size**3 / 3 + 2.0 * size**2 * sizes.outputs)
+
+    def backend(self, space: str, M: Tensor, outputs: int) -> str:
+        """What factorises: "triton", "blocks" or "lapack"."""
+        return backend(M)
 
     def prepared(
         self, space: str, M: Tensor, damping: float, outputs: int, rotated: bool = False

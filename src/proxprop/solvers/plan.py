@@ -35,12 +35,14 @@ class Plan:
         sizes: the system's sizes.
         costs: cost of every space the solver can work in.
         pinned: whether the user chose, rather than the cost model.
+        backend: what solves there, and in feature space how S is formed; empty where nobody asked.
     """
 
     space: str
     sizes: Sizes
     costs: dict[str, Cost]
     pinned: bool
+    backend: str = ""
 
     @property
     def flops(self) -> float:

@@ -81,6 +81,10 @@ class Solver(ABC):
     def flops(self, sizes: Sizes, space: str) -> float:
         """FLOPs of the solve in `space`, once K or S is there."""
 
+    def backend(self, space: str, M: Tensor, outputs: int) -> str:
+        """What would solve in this space, given K or S; matrix-free, M is any tensor of the call."""
+        return "torch"
+
     def prepared(
         self, space: str, M: Tensor, damping: float, outputs: int, rotated: bool = False
     ) -> PreparedSolve:
