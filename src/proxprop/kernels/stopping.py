@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from proxprop.solvers.conjugate_gradients import HIDDEN, ROUNDING, SPOILT
+from proxprop.solvers.conjugate_gradients import HIDDEN, NEAR, ROUNDING, SPOILT
 
-_ROUNDING, _SPOILT, _HIDDEN = tl.constexpr(ROUNDING), tl.constexpr(SPOILT), tl.constexpr(HIDDEN)
+_ROUNDING, _SPOILT = tl.constexpr(ROUNDING), tl.constexpr(SPOILT)
+_HIDDEN, _NEAR = tl.constexpr(HIDDEN), tl.constexpr(NEAR)
 
 
 def epsilon(terms: int) -> float:
@@ -68,5 +69,5 @@ def spoilt(largest, smallest, epsilon):
 
 @triton.jit
 def hidden(noise, squared, energy, smallest, damping):
-    """Whether more may hide below the rounding of K than a column that has stopped can do without."""
-    return (_HIDDEN * _HIDDEN * noise / (damping * damping) > energy * smallest) & (squared == 0)
+    """Whether more may hide below the rounding of K than a column close to it can do without."""
+    return (_HIDDEN * _HIDDEN * noise / (damping * damping) > energy * smallest) & (squared <= _NEAR * noise)

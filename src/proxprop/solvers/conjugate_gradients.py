@@ -36,7 +36,10 @@ ROUNDING = 10
 SPOILT = 4
 """Multiple of the rounding of S that the curvature along every step has to exceed."""
 
-HIDDEN = 10
+NEAR = 64
+"""Multiple of the rounding of K below which a residual's square is too close to it to be trusted."""
+
+HIDDEN = 30
 """Least length of the steps taken, relative to what may hide below the rounding of K; else a column counts as lost."""
 
 
@@ -183,11 +186,11 @@ class _Iteration:
             if self.steps == 1:
                 return None
             return self.largest * (SPOILT * self.epsilon) > self.first_length
-        stopped = self.squared == 0
-        if not self._must_not_wait() and not stopped.any():
+        low = self.squared <= NEAR * self.noise
+        if not self._must_not_wait() and not low.any():
             return None
         least = self.energy * self.first_length * (self.damping / HIDDEN) ** 2
-        return (self.noise > least) & stopped
+        return (self.noise > least) & low
 
     def _must_not_wait(self) -> bool:
         """Whether nothing here may look at a number: that would make a GPU wait, and a compiler can't."""

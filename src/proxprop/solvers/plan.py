@@ -1,6 +1,6 @@
 """Which space to solve in: one function that can be asked, and says why."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -42,7 +42,7 @@ class Plan:
     sizes: Sizes
     costs: dict[str, Cost]
     pinned: bool
-    backend: str = ""
+    backend: str = field(default="", compare=False)
 
     @property
     def flops(self) -> float:
