@@ -187,9 +187,9 @@ def summary(model: nn.Module, example: Any) -> Summary:
         >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
         >>> model = proxprop.convert(model, proxprop.CG(3))
         >>> print(summary(model, torch.zeros(16, 64)))
-        layer  kind    parameters  solved in  extra FLOPs  extra memory  S if deferred  why
+        layer  kind    parameters  solved in  extra FLOPs  extra memory  S if deferred  why or how
         -----  ------  ----------  ---------  -----------  ------------  -------------  ---...
-        0      Linear  2,080       sample     0.41x        9 KiB         16.5 KiB
+        0      Linear  2,080       sample     0.41x        9 KiB         16.5 KiB       torch
         2      Linear  330                                                              the last layer: ...
         1 of 2 modules converted, 86.3% of 2,410 parameters
         extra FLOPs: 8.24e+04, 0.41x BackProp's for the converted layers

@@ -1,5 +1,7 @@
 """The inverse Cholesky factor on a GPU: the float64 solution, and failures by the rule of all factorisations."""
 
+from math import isnan
+
 import pytest
 import torch
 from torch import Tensor
@@ -39,7 +41,7 @@ def test_failures_are_those_of_lapack(entry: float) -> None:
     M[1, 33, 33] = entry
     B = torch.randn(2, 34, 3, generator=torch.Generator().manual_seed(0))
     found, twin = (kind(M.clone(), 1.0).prepared(3)(B) for kind in (TritonFactorization, LapackFactorization))
-    assert found.failed.tolist() == twin.failed.tolist() == [False, True]
+    assert found.failed.tolist() == twin.failed.tolist() == [False, not isnan(entry)]
     torch.testing.assert_close(found.value, twin.value, equal_nan=True)
 
 

@@ -149,7 +149,8 @@ class CG(Solver):
         dims = (-2,) if self.per_output else (-3, -2, -1)
         apply = partial(times, M * scale)
         found = conjugate_gradients(apply, B, damping * scale, self.iterations, dims, column)
-        return Solution(found.solution * scale, found.lost.any().view(1) if found.lost is not None else None)
+        lost = found.lost.flatten(1).any(-1) if found.lost is not None else None
+        return Solution(found.solution * scale, lost)
 
     def _in_eigenbasis(self, basis: eigenbasis.Basis, B: Tensor, damping: float) -> Solution:
         """The iterate in a basis in which the matrix is diagonal, `[groups, size, outputs]`."""
@@ -174,8 +175,8 @@ class CG(Solver):
         for columns, out in zip(B.split(width, -1), X.split(width, -2), strict=True):
             rows = columns.mT.contiguous() if vectors is None else columns.mT @ vectors
             found = conjugate_gradients(multiply, rows, damping, self.iterations, dims, diagonal, out)
-            lost += [found.lost.any()] if found.lost is not None else []
-        return Solution(X.mT, torch.stack(lost).any().view(1) if lost else None)
+            lost += [found.lost.flatten(1).any(-1)] if found.lost is not None else []
+        return Solution(X.mT, torch.stack(lost).any(0) if lost else None)
 
     def _width(self, B: Tensor) -> int:
         """Outputs to work on at a time."""
