@@ -18,7 +18,7 @@ test-all: .venv/.installed  ## every test
 gpu-test:  ## every test that needs a GPU, in the Python that has torch for it; writes results/gpu-tests.json
 	$(PYTHON) tests/gpu_record.py
 
-check: .venv/.installed  ## format, lint, types, every test
+check: .venv/.installed  ## format, lint, types, and the tests of `make test`: what CI runs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
