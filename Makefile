@@ -22,7 +22,7 @@ check: .venv/.installed  ## format, lint, types, and the tests of `make test`: w
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(PYTEST) -m ""
+	$(PYTEST) -m "not slow"
 
 format: .venv/.installed  ## rewrite the code in the project's format
 	$(BIN)/ruff format .

@@ -26,7 +26,6 @@ import proxprop
 from proxprop import Exact, Running
 from proxprop.packing import pack, packed_size, unpack
 from proxprop.solvers.cholesky import factorize
-from proxprop.solvers.exact import by_factor
 
 METHODS = ("backprop", "immediate", "deferred", "running-1", "running-10", "observe-10")
 RUNNING = {
@@ -137,7 +136,7 @@ def piece(features: int, precision: str, device: str, samples: int = 8192) -> di
     parts = {
         "gram": lambda: A.mT @ A,
         "factor": lambda: factorize(S.clone(), 1.0),
-        "solve": lambda: by_factor(factor, B.shape[-1])(B),
+        "solve": lambda: factor.prepared(B.shape[-1])(B),
         "pack": lambda: pack(S, packed),
         "unpack": lambda: unpack(packed, S),
         "plain": lambda: A @ S[0],
