@@ -36,9 +36,6 @@ HUGE_PAGE_LEAST_BYTES = 2**25
 
 # Conjugate gradients (`solvers/cg.py`, `solvers/eigenbasis.py`)
 
-CPU_BLOCK_LEAST_NUMBERS = 2**16
-"""Smallest right-hand side that a CPU works through in blocks of outputs (cpu.json)."""
-
 CPU_BLOCK_BYTES = 6 * 2**20
 """Bytes of all arrays together that a CPU works on at a time (cpu.json)."""
 
