@@ -149,7 +149,7 @@ class CG(Solver):
         dims = (-2,) if self.per_output else (-3, -2, -1)
         apply = partial(times, M * scale)
         found = conjugate_gradients(apply, B, damping * scale, self.iterations, dims, column)
-        lost = found.lost.flatten(1).any(-1) if found.lost is not None else None
+        lost = found.lost.any().view(1) if found.lost is not None else None
         return Solution(found.solution * scale, lost)
 
     def _in_eigenbasis(self, basis: eigenbasis.Basis, B: Tensor, damping: float) -> Solution:
