@@ -33,9 +33,9 @@ class FailureWarner:
             failed: true where the solve failed.
             reason: what the warning says, `Solver.failure`.
         """
-        if (
-            failed is None or self.warned or failed.is_meta or is_transformed(failed)
-        ):  # a stand-in has no value
+        if failed is None or self.warned:
+            return
+        if failed.is_meta or is_transformed(failed):  # a stand-in has no value
             return
         if failed.device.type != "cuda":
             self._warn_if(any(failed.tolist()), layer, reason)

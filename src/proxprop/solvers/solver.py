@@ -32,9 +32,9 @@ class Sizes(NamedTuple):
 class Solution(NamedTuple):
     """What a solver hands back.
 
-    `value` solves the system. `failed` is None for a solver that cannot fail, else a boolean per group that
-    is true where `value` is a safe substitute; it stays on the device, so that looking at it is the caller's
-    choice.
+    `value` solves the system. `failed` is None where nothing can have failed, else booleans, at most one per group,
+    that are true where `value` is a safe substitute or may have lost much to rounding. It stays on the device, so
+    that looking at it is the caller's choice.
     """
 
     value: Tensor

@@ -53,7 +53,7 @@ class BilinearTransfer(Affine):
         return K.add_(1.0) if self.bias else K
 
     def rotated_sample_gram(self) -> Tensor:
-        """K rotated after it was formed, because its rows are not."""
+        """K, rotated after it was formed: it does not come from rows."""
         return rotate_both(self.sample_gram())
 
     def output(self, parameters: Parameters) -> Tensor:
