@@ -48,8 +48,8 @@ EIGENBASIS_COLUMNS = 1300, 5
 TRITON_CG_MOST_SAMPLES = 2048
 """Most samples in sample space for which the Triton kernel holds whole columns in registers (h200.json)."""
 
-TRITON_CG_MOST_ITERATIONS = 32
-"""Most iterations in sample space whose residuals the Triton kernel keeps (h200.json)."""
+TRITON_CG_MOST_ITERATIONS = 16
+"""Most iterations that the Triton kernel takes in sample space: it keeps all residuals (h200.json)."""
 
 TRITON_CG_MOST_FEATURES = 16384
 """Most features for which the Triton kernel splits a whole row of S at once (h200.json)."""
