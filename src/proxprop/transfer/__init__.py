@@ -17,7 +17,7 @@ from proxprop.transfer.embedding import (
 )
 from proxprop.transfer.linear import LinearCall, LinearTransfer
 from proxprop.transfer.norm import NormCall, NormTransfer
-from proxprop.transfer.transfer import LayerCall, Parameters, Shapes, Transfer
+from proxprop.transfer.transfer import LayerCall, Parameters, Products, Shapes, Transfer
 
 __all__ = [
     "Affine",
@@ -40,6 +40,7 @@ __all__ = [
     "NormCall",
     "NormTransfer",
     "Parameters",
+    "Products",
     "Shapes",
     "Transfer",
     "check_linear",

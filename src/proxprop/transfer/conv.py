@@ -288,6 +288,7 @@ class ConvCall(LayerCall):
 
     geometry: ConvGeometry
     takes_bfloat16 = True
+    capturable = True
 
     def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> ConvTransfer:
         """The transfer of this call."""

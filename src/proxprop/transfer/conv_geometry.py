@@ -1,14 +1,13 @@
 """How a convolution walks over its input, in all dimensions and along each of them."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from math import prod
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxprop import tuning
 from proxprop.solvers.matmul import wide
 
 
@@ -75,7 +74,7 @@ class Axis:
         return (at % self.stride == 0) & (at >= 0) & (at < self.stride * self.outputs)
 
 
-@lru_cache(maxsize=tuning.GEOMETRIES)
+@cache
 def seen(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`axis.seen()`, copied to a device once: a copy in every backward could not be captured in a CUDA graph."""
     return axis.seen().to(device, dtype)

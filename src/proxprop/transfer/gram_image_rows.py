@@ -12,7 +12,7 @@ launches where `autocorrelation` needs many, and `width / taps³` of the FLOPs o
 Shapes: input `[batch, 1, channels, height, width]`; S `[1, channels·taps, channels·taps]` for all taps of a filter.
 """
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -98,7 +98,7 @@ def _summed_over_rows(left: Tensor, right: Tensor, seen: Tensor, numbers: int) -
     return total
 
 
-@lru_cache(maxsize=tuning.GEOMETRIES)
+@cache
 def _together(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Whether taps see entries from the same output position, `[entries·entries, taps·taps]`; on the device once."""
     at, sees = axis.positions(), axis.seen()
@@ -107,7 +107,7 @@ def _together(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
     return together.flatten(2).flatten(0, 1).to(device, dtype)
 
 
-@lru_cache(maxsize=tuning.GEOMETRIES)
+@cache
 def _upper(channels: int, lags: int, across: int, device: torch.device) -> Tensor:
     """Entries of S whose first tap is not below the second; the others are their mirror images."""
     tap = torch.arange(lags).repeat_interleave(across).repeat(channels)

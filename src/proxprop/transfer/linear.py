@@ -9,9 +9,9 @@ from torch.nn import functional
 
 from proxprop import device, tuning
 from proxprop.solvers import Sizes
-from proxprop.solvers.matmul import transposed_product, wide
+from proxprop.solvers.matmul import pending_product, transposed_product, wide
 from proxprop.transfer.affine import Affine
-from proxprop.transfer.transfer import LayerCall, Parameters, Shapes
+from proxprop.transfer.transfer import LayerCall, Parameters, Products, Shapes
 
 
 class LinearTransfer(Affine):
@@ -90,6 +90,14 @@ class LinearTransfer(Affine):
             return None, bias
         return self._weight_product(self._rotated_rows()[0], U[0]), bias
 
+    def rotated_products(self, U: Tensor) -> Products:
+        """The weight is left to be multiplied: it is often far larger than both factors."""
+        if self.coarse or self.weight_shape is None:
+            return self.rotated_gradient(U)
+        bias = U[0, 0] * self.sizes.samples**0.5 if self.bias else None
+        factors = [U[0], self._rotated_rows()[0]]
+        return pending_product(*(reversed(factors) if self.transposed else factors)), bias
+
     def _rotated_rows(self) -> Tensor:
         """Kept for the gradient, unless many layers are solved at a time and their products need copies in parts."""
         if self._rotated is not None:
@@ -133,6 +141,7 @@ class LinearCall(LayerCall):
 
     transposed: bool = False
     takes_bfloat16 = True
+    capturable = True
 
     def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> LinearTransfer:
         """The transfer of this call."""

@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from proxprop.solvers import SPACES, Sizes
+from proxprop.solvers.matmul import PendingProduct
 from proxprop.solvers.rotation import rotate, rotate_both
 
 Parameters = tuple[Tensor | None, ...]
 """One tensor for each of the layer's parameters, in its own shape; None for one that is not trained."""
+
+Products = tuple[Tensor | PendingProduct | None, ...]
+"""`Parameters`, some of which are still to be multiplied."""
 
 Shapes = Sequence[torch.Size | None]
 """The shape of each of the layer's parameters; None for one that is not trained."""
@@ -65,6 +69,10 @@ class Transfer(ABC):
         """`AᵀU` in the layer's layout for a U of rotated samples `[groups, samples, outputs]`."""
         return self.gradient(self.from_samples(rotate(U)))
 
+    def rotated_products(self, U: Tensor) -> "Products":
+        """`rotated_gradient`, of which large products may be left to be multiplied."""
+        return self.rotated_gradient(U)
+
     def gram(self) -> Tensor:
         """`S = AᵀA [groups, features, features]`, freshly made."""
         raise NotImplementedError(f"{type(self).__name__} has no feature space")
@@ -111,6 +119,9 @@ class LayerCall(ABC):
 
     takes_bfloat16: ClassVar[bool] = False
     """Whether the transfer takes bfloat16 tensors as they are."""
+
+    capturable: ClassVar[bool] = False
+    """Whether equal calls launch the same kernels on a GPU and read no tensors but those given to `transfer`."""
 
     @abstractmethod
     def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> Transfer:
