@@ -1,5 +1,6 @@
 """How a convolution walks over its input, in all dimensions and along each of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -10,13 +11,16 @@ from torch.nn import functional
 
 from proxprop.solvers.matmul import wide
 
+MODES = ("constant", "reflect", "replicate", "circular")
+"""Ways to fill a border, in the words of `torch.nn.functional.pad`."""
+
 
 @dataclass(frozen=True)
 class ConvGeometry:
     """How a convolution walks over its input; one entry a spatial dimension.
 
-    `padding` holds (before, after) pairs, so that 'same' with an even filter size fits in; `mode` is how the
-    border is filled, in the words of `torch.nn.functional.pad`.
+    `padding` holds (before, after) pairs, so that 'same' with an even filter size fits in; `mode` is one of
+    `MODES`.
     """
 
     filter_size: tuple[int, ...]
@@ -25,6 +29,20 @@ class ConvGeometry:
     padding: tuple[tuple[int, int], ...]
     mode: str
     groups: int
+
+    def numbers(self) -> list[int]:
+        """All of it as whole numbers: five for each dimension, the mode, the groups."""
+        walks = zip(self.filter_size, self.stride, self.dilation, self.padding, strict=True)
+        by_dimension = [number for *walk, padding in walks for number in (*walk, *padding)]
+        return [*by_dimension, MODES.index(self.mode), self.groups]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> "ConvGeometry":
+        """The inverse of `numbers`."""
+        *by_dimension, mode, groups = numbers
+        size, stride, dilation, before, after = (tuple(by_dimension[start::5]) for start in range(5))
+        padding = tuple(zip(before, after, strict=True))
+        return cls(size, stride, dilation, padding, MODES[mode], groups)
 
     def pad(self, input: Tensor) -> Tensor:
         """The input with its border filled."""
