@@ -1,9 +1,11 @@
 """How a convolution walks over its input, in all dimensions and along each of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -67,6 +69,26 @@ class ConvGeometry:
         return [Axis(*walk) for walk in walks]
 
 
+Constant = TypeVar("Constant", bound=Callable[..., Any])
+
+
+def kept(constant: Constant) -> Constant:
+    """Keep a constant on a device, the last of its arguments, for those to come with the same arguments.
+
+    A thread of its own makes it: where a compiled step is about to become CUDA graphs, what its thread allocates on a
+    GPU belongs to them, and torch refuses to share it.
+    """
+
+    @cache
+    def made(*args: Any) -> Any:
+        if args[-1].type != "cuda":
+            return constant(*args)
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(constant, *args).result()
+
+    return cast(Constant, made)
+
+
 @dataclass(frozen=True)
 class Axis:
     """How a convolution walks along one dimension, with zeros beyond the border."""
@@ -92,7 +114,7 @@ class Axis:
         return (at % self.stride == 0) & (at >= 0) & (at < self.stride * self.outputs)
 
 
-@cache
+@kept
 def seen(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`axis.seen()`, copied to a device once: a copy in every backward could not be captured in a CUDA graph."""
     return axis.seen().to(device, dtype)
