@@ -11,8 +11,10 @@ from models import ModelCase
 from proxprop.solvers import Solver
 from training import grads
 
-# torch's own: dynamo makes an instance of every autograd.Function, inductor calls what torch has deprecated.
+# torch's own: dynamo makes an instance of every autograd.Function and reads the .grad of what a compiled part of a model
+# is called with; inductor calls what torch has deprecated.
 quiet_compiler = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script(_method)?` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch._prims_common.check` is deprecated:FutureWarning"),
@@ -22,6 +24,11 @@ quiet_compiler = [
 def converted(case: ModelCase, solver: Solver, **form) -> nn.Module:
     """A model of the table, `form` as for `Module.to`."""
     return proxprop.convert(case.model(), solver, tau_theta=0.5, module_types=case.module_types).to(**form)
+
+
+def in_one_graph(case: ModelCase, model: nn.Module) -> bool:
+    """Whether torch can compile a model whole: not recurrent ones, nor modules that are solved through autograd."""
+    return case.module_types is None and not any(isinstance(m, nn.RNNBase) for m in model.modules())
 
 
 def directions(

@@ -102,8 +102,6 @@ def test_under_autocast() -> None:
     assert_same(directions(model, input, compiled), directions(model, input, call), tolerance=1e-6)
 
 
-# dynamo itself reads the loss's .grad where it resumes after backward, with plain layers too
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @works("`torch.compile` of the whole step (forward, backward, optimizer)")
 @pytest.mark.parametrize(("solver", "optimizer", "tolerance"), [
     (CG(3), lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), 1e-9),

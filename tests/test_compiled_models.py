@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 import proxprop
 from cases import randn
-from compiling import converted, directions, quiet_compiler
+from compiling import converted, directions, in_one_graph, quiet_compiler
 from models import MODELS, AttentionBlock, ModelCase
 from proxprop import CG, Exact
 from proxprop.solvers import Solver
@@ -40,7 +40,7 @@ def test_a_compiled_model_has_eagers_directions(
     case: ModelCase, dynamic: bool | None, autocast: bool
 ) -> None:
     model = converted(case, CG(3), dtype=torch.float32 if autocast else torch.float64)
-    whole = case.module_types is None  # a module solved through autograd runs uncompiled
+    whole = in_one_graph(case, model)
     compiled = torch.compile(model, backend="aot_eager", dynamic=dynamic, fullgraph=whole)
     for batch in (3, 5, 6):
         expected = directions(case, model, model, batch, autocast)
@@ -77,8 +77,6 @@ def graphs_of_blocks(solver: Solver | None) -> int:
     return counters["stats"]["unique_graphs"]
 
 
-# dynamo itself reads an input's .grad, with plain layers too
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @works("`torch.compile` of each block by itself")
 def test_layers_that_are_alike_share_a_graph() -> None:
     """As torch's own: one for the first block, whose input needs no gradient, one for all others."""
