@@ -253,9 +253,9 @@ class ProximalLayer(nn.Module):
             raise TypeError(
                 f"{self._layer_name}: input and output should be real but are complex; {LEAVE_OUT}"
             )
-        opaque = torch.compiler.is_compiling() and can_be_described(call, self._settings)
-        kind = CompiledTask if opaque and self._observer is None else Task
-        task = kind(
+        is_opaque = torch.compiler.is_compiling() and self._observer is None
+        make = CompiledTask if is_opaque and can_be_described(call, self._settings) else Task
+        task = make(
             call, self._settings, self._layer_name, self._failures, self._observer,
             inputs=len(inputs), parameters=len(parameters), side=self._side_solve(output, parameters),
         )  # fmt: skip
