@@ -276,3 +276,12 @@ def test_a_failed_solve_is_warned_of_once(graphs: Replays) -> None:
         solve()
     assert len(caught) == 1
     assert len(graphs.kept) == 1
+
+
+def test_memory_of_other_graphs_is_told_from_common_memory() -> None:
+    segments = [
+        {"address": 1000, "total_size": 500, "segment_pool_id": (0, 0)},
+        {"address": 2000, "total_size": 500, "segment_pool_id": (0, 1)},
+    ]
+    found = [replay.is_common(address, segments) for address in (999, 1000, 1499, 1500, 2000)]
+    assert found == [False, True, True, False, False]

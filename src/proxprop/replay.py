@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -172,6 +172,10 @@ class GraphCapture:
 
     def __call__(self, solve: Solve, tensors: Sequence[Tensor]) -> Replay:
         """Solve once as a graph would, so that all kernels are loaded, and capture it the second time."""
+        if not is_common(torch.empty(1, device=self.device).data_ptr(), torch.cuda.memory_snapshot()):
+            raise RuntimeError(
+                "what this thread allocates belongs to CUDA graphs that a compiler is about to make"
+            )
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         with torch.cuda.device(self.device), device.as_if_captured():
             solve(tensors)
@@ -186,6 +190,19 @@ class GraphCapture:
                     graph.capture_end()
             current.wait_stream(self.stream)
         return Replay(graph.replay, [_borrowed(t) for t in inputs], _borrowed_direction(direction))
+
+
+def is_common(address: int, segments: Sequence[dict[str, Any]]) -> bool:
+    """Whether memory at an address is of the pool that all allocations come from, unless a pool of their own is named.
+
+    A capture in memory that `torch.compile(mode="reduce-overhead")` lends to a thread would write to what others own.
+
+    Args:
+        address: on the GPU.
+        segments: as of `torch.cuda.memory_snapshot`.
+    """
+    common = (s for s in segments if tuple(s["segment_pool_id"]) == (0, 0))
+    return any(s["address"] <= address < s["address"] + s["total_size"] for s in common)
 
 
 def _borrowed_direction(direction: Direction) -> Direction:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from proxprop import device
 from proxprop.backward import Observer, Task, attach_direction, refuse_transforms
+from proxprop.compiled import CompiledTask, can_be_described
 from proxprop.distributed import check_layer, several_ranks
 from proxprop.failures import FailureWarner
 from proxprop.settings import Scaling, Settings, Space
@@ -252,7 +253,9 @@ class ProximalLayer(nn.Module):
             raise TypeError(
                 f"{self._layer_name}: input and output should be real but are complex; {LEAVE_OUT}"
             )
-        task = Task(
+        is_opaque = torch.compiler.is_compiling() and self._observer is None
+        make = CompiledTask if is_opaque and can_be_described(call, self._settings) else Task
+        task = make(
             call, self._settings, self._layer_name, self._failures, self._observer,
             inputs=len(inputs), parameters=len(parameters), side=self._side_solve(output, parameters),
         )  # fmt: skip

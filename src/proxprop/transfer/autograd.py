@@ -180,9 +180,12 @@ def _random_like(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _close(left: Tensor, right: Tensor) -> bool:
-    """Equal but for rounding, measured against the whole array."""
+    """Equal but for rounding, measured against the whole array; autocast rounds more than the array may show."""
     difference, size = (left - right).abs().max(), torch.maximum(left.abs().max(), right.abs().max())
-    return bool(difference <= torch.finfo(left.dtype).eps ** 0.5 * size)
+    device, dtypes = left.device.type, [left.dtype]
+    if torch.is_autocast_enabled(device):
+        dtypes.append(torch.get_autocast_dtype(device))
+    return bool(difference <= max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5 * size)
 
 
 def cuda_devices(module: nn.Module) -> list[torch.device]:

@@ -295,6 +295,15 @@ class ConvCall(LayerCall):
         (input,), (weight, bias) = inputs, shapes
         return ConvTransfer(input, like.shape, weight, bias is not None, self.geometry)
 
+    def numbers(self) -> list[int]:
+        """Those of the geometry."""
+        return self.geometry.numbers()
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> "ConvCall":
+        """The call with these numbers."""
+        return cls(ConvGeometry.of(numbers))
+
     def layout(self, shapes: Shapes) -> ConvTransfer:
         """The transfer without images."""
         weight, bias = shapes

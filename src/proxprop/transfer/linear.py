@@ -148,6 +148,15 @@ class LinearCall(LayerCall):
         (input,), (weight, bias) = inputs, shapes
         return LinearTransfer(input, like.shape, weight, bias is not None, self.transposed)
 
+    def numbers(self) -> list[int]:
+        """Whether the weight is transposed."""
+        return [int(self.transposed)]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> "LinearCall":
+        """The call with these numbers."""
+        return cls(bool(numbers[0]))
+
     def layout(self, shapes: Shapes) -> LinearTransfer:
         """The transfer without samples."""
         weight, bias = shapes

@@ -133,6 +133,10 @@ class LayerCall(ABC):
             shapes: the parameters' shapes.
         """
 
+    def numbers(self) -> list[int]:
+        """All that the call holds, as whole numbers."""
+        raise NotImplementedError(f"{type(self).__name__} is more than numbers")
+
     def layout(self, shapes: Shapes) -> Transfer:
         """The transfer without samples: it knows the system's sizes and how parameters lie in it.
 
