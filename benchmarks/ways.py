@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import proxprop
 from proxprop import CG, Exact, tuning
 from proxprop import device as rules
+from proxprop.replay import held_bytes
 
 SOLVERS = {"cg1": CG(1), "cg3": CG(3), "cg10": CG(10), "exact": Exact()}
 
@@ -171,12 +172,18 @@ def captured(step: Step) -> Step:
     return replay
 
 
+STEPS_TO_REPLAY = 2 * tuning.REPLAYED_AFTER + 2
+"""After so many eager steps all solves that are replayed are captured."""
+
+
 def take_workspaces(device: str) -> None:
     """Let libraries take the memory that they keep for each thread and stream: it is not that of what comes first."""
     if device == "cuda":
         layers = nn.Sequential(*(nn.Linear(64, 64, device=device) for _ in range(tuning.STREAMS)))
         model = proxprop.convert(layers, CG(1), include_last=True)
         with as_if_captured():
+            model(torch.ones(8, 64, device=device)).sum().backward()
+        for _ in range(STEPS_TO_REPLAY):
             model(torch.ones(8, 64, device=device)).sum().backward()
 
 
@@ -213,13 +220,16 @@ def peak_memory(step: Step, device: str, others: int, captures: bool = False) ->
     if device == "cpu":
         step()
         return None
+    proxprop.use_cuda_graphs(True)  # without those of the steps before
     with as_if_captured() if captures else nullcontext():
-        step()
+        for _ in range(1 if captures else STEPS_TO_REPLAY):
+            step()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         step()
         torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - others) / 2**20
+    replayed = held_bytes(torch.device("cuda", torch.cuda.current_device()))
+    return (torch.cuda.max_memory_allocated() + replayed - others) / 2**20
 
 
 def peak_memory_on_a_cpu(prepared: Callable[[], tuple[nn.Module, Step]]) -> float:

@@ -158,17 +158,26 @@ def _replays(on: torch.device) -> Replays:
 
 
 def held_bytes(on: torch.device) -> int:
-    """Memory that the captured solves of a device hold."""
+    """Memory that the captured solves of a device hold, beside what cuBLAS keeps for their stream."""
     captured = _replays(on).capture
     segments = torch.cuda.memory_snapshot(captured.pool) if isinstance(captured, GraphCapture) else []
     return sum(segment["total_size"] for segment in segments)
+
+
+@cache
+def _capture_stream(on: torch.device) -> torch.cuda.Stream:
+    """The stream that captures solves; cuBLAS keeps memory for each stream, so that there should be one."""
+    stream = torch.cuda.Stream(on)
+    with torch.cuda.stream(stream):
+        torch.mm(*torch.ones(2, 8, 8, device=on))  # so that cuBLAS does not take that memory from a pool
+    return stream
 
 
 class GraphCapture:
     """Captures solves on a device, in one pool of memory."""
 
     def __init__(self, on: torch.device) -> None:
-        self.device, self.pool, self.stream = on, torch.cuda.graph_pool_handle(), torch.cuda.Stream(on)
+        self.device, self.pool, self.stream = on, torch.cuda.graph_pool_handle(), _capture_stream(on)
 
     def __call__(self, solve: Solve, tensors: Sequence[Tensor]) -> Replay:
         """Solve once as a graph would, so that all kernels are loaded, and capture it the second time."""
