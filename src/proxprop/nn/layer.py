@@ -253,10 +253,12 @@ class ProximalLayer(nn.Module):
             raise TypeError(
                 f"{self._layer_name}: input and output should be real but are complex; {LEAVE_OUT}"
             )
-        is_opaque = torch.compiler.is_compiling() and self._observer is None
-        make = CompiledTask if is_opaque and can_be_described(call, self._settings) else Task
-        task = make(
-            call, self._settings, self._layer_name, self._failures, self._observer,
+        compiles = torch.compiler.is_compiling()
+        is_opaque = compiles and self._observer is None and can_be_described(call, self._settings)
+        # A name would tell a layer from others of its kind, and torch would compile each of them anew.
+        name = "a compiled layer" if compiles else self._layer_name
+        task = (CompiledTask if is_opaque else Task)(
+            call, self._settings, name, self._failures, self._observer,
             inputs=len(inputs), parameters=len(parameters), side=self._side_solve(output, parameters),
         )  # fmt: skip
         if self._planned is not None:
