@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from cases import relative_error
 from proxprop import tuning
 from proxprop.nn.conv import geometry
-from proxprop.transfer import ConvTransfer, ConvTransposeTransfer, LinearTransfer, conv, conv_gram
+from proxprop.transfer import ConvCall, ConvTransfer, ConvTransposeTransfer, LinearTransfer, conv, conv_gram
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -39,26 +39,27 @@ CONVOLUTIONS = {
 }
 
 
-def convolution(name: str, X: Tensor, shape: torch.Size, frozen: bool = False) -> ConvTransfer:
+def convolution(name: str, X: Tensor, shape: torch.Size) -> ConvTransfer:
     layer = CONVOLUTIONS[name]
     kind = ConvTransposeTransfer if name == "transposed" else ConvTransfer
-    weight = None if frozen else layer.weight.shape
-    return kind(X, shape, weight, layer.bias is not None, geometry(layer))
+    return kind(X, shape, layer.weight.shape, layer.bias is not None, geometry(layer))
 
 
-TRAINED = [
-    (name, frozen)
-    for name, layer in CONVOLUTIONS.items()
-    for frozen in (False, True)
-    if not frozen or layer.bias is not None
-]
-"""Convolutions, and whether their bias alone is trained."""
+def test_a_bias_alone_is_solved_in_float32() -> None:
+    layer, G = CONVOLUTIONS["groups"], torch.randn(5, 6, 6, 6).bfloat16()
+    X = torch.randn(5, 4, 8, 8).bfloat16()
+    transfer = ConvCall(geometry(layer)).transfer([X], G, [None, layer.bias.shape])
+    weight, bias = transfer.gradient(G)
+    assert weight is None
+    assert bias.dtype == transfer.gram().dtype == torch.float32
+    assert relative_error(bias, G.float().sum((0, 2, 3))) < 1e-6
+    assert torch.equal(transfer.gram(), torch.full((6, 1, 1), 5.0 * 6 * 6))
 
 
-@pytest.mark.parametrize(("name", "frozen"), TRAINED)
+@pytest.mark.parametrize("name", CONVOLUTIONS)
 @pytest.mark.parametrize("device", ["as on a CPU", "as on a GPU"])
 def test_a_convolution_takes_bfloat16_as_it_is(
-    name: str, frozen: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "PATCHES_MOST_NUMBERS", 2**11)  # a few images
     monkeypatch.setattr(tuning, "FLOAT32_COPY_MOST_NUMBERS", 2**9)
@@ -69,7 +70,7 @@ def test_a_convolution_takes_bfloat16_as_it_is(
     dimensions = len(layer.kernel_size)
     X = torch.randn(5, layer.in_channels, *[8] * dimensions, generator=generator).bfloat16()
     G = torch.randn(layer(X.float()).shape, generator=generator).bfloat16()
-    halved, whole = (convolution(name, x, G.shape, frozen) for x in (X, X.float()))
+    halved, whole = (convolution(name, x, G.shape) for x in (X, X.float()))
     groups, _, features, outputs = whole.sizes
     V = torch.randn(groups, features, outputs, generator=generator)
     assert halved.coarse
@@ -121,4 +122,4 @@ def test_large_kernels_are_worth_a_transform_in_bfloat16_too(kernel: int, transf
     layer = nn.Conv2d(2, 4, kernel, padding=kernel // 2)
     X = torch.randn(4, 2, 32, 32).bfloat16()
     found = ConvTransfer(X, torch.Size([4, 4, 32, 32]), layer.weight.shape, True, geometry(layer))
-    assert (found.gram_flops() is not None) == transforms
+    assert (found.gram_method().flops is not None) == transforms

@@ -1,11 +1,11 @@
-"""What linear layers and convolutions share: a weight, a bias, and rows that hold the input."""
+"""What layers with a weight and perhaps a bias share: rows that hold the input, and a column of ones."""
 
 import torch
 from torch import Tensor
 
 from proxprop import tuning
 from proxprop.device import round_up
-from proxprop.solvers.matmul import square, transposed_square, wide
+from proxprop.solvers.matmul import square, transposed_square
 from proxprop.solvers.rotation import rotate
 from proxprop.transfer.transfer import Parameters, Transfer
 
@@ -14,15 +14,15 @@ class Affine(Transfer):
     """A layer with a weight `[groups·outputs, ...]` and perhaps a bias `[groups·outputs]`.
 
     The bias is the coefficient of a column of ones behind the rows of the input. The ones are never stored:
-    they add 1 to every entry of K, and a border of column sums to S. A parameter that is not trained has no
-    columns: the system is solved for the others alone.
+    they add 1 to every entry of K, and a border of column sums to S. A bias that is not trained has no column; one
+    whose weight is not trained is solved as a normalisation's shift is, see `norm.bias_alone`.
 
     Args:
-        weight_shape: the weight's shape, or None where it is not trained.
+        weight_shape: the weight's shape.
         bias: whether there is a bias to train.
     """
 
-    def __init__(self, weight_shape: torch.Size | None, bias: bool) -> None:
+    def __init__(self, weight_shape: torch.Size, bias: bool) -> None:
         self.weight_shape = weight_shape
         self.bias = bias
         self.ones = int(bias)  # columns of ones; a truth value can't be added to a symbolic size
@@ -35,7 +35,7 @@ class Affine(Transfer):
 
     def sample_gram(self) -> Tensor:
         """`K = AAᵀ`; the ones column adds 1 to every entry."""
-        K = self._square(self._any_rows())
+        K = square(self._any_rows())
         return K.add_(1.0) if self.bias else K
 
     def rotated_sample_gram(self) -> Tensor:
@@ -45,7 +45,7 @@ class Affine(Transfer):
         """
         if self.coarse:
             return super().rotated_sample_gram()
-        K = self._square(self._rotated_rows())
+        K = square(self._rotated_rows())
         if self.bias:
             K[:, 0, 0].add_(self.sizes.samples)
         return K
@@ -57,10 +57,6 @@ class Affine(Transfer):
     def _any_rows(self) -> Tensor:
         """`rows`, with the features in any order."""
         return self.rows()
-
-    def _square(self, A: Tensor) -> Tensor:
-        groups, samples, _, _ = self.sizes
-        return square(A) if self.weight_shape else A.new_zeros(groups, samples, samples, dtype=wide(A))
 
     def gram(self) -> Tensor:
         """`S = AᵀA`; the ones column adds the border `(Aᵀ1, samples)`."""
@@ -93,20 +89,16 @@ class Affine(Transfer):
     def to_features(self, parameters: Parameters) -> Tensor:
         """Weight rows as columns, the bias as the last feature."""
         weight, bias = parameters
+        assert weight is not None
         groups, _, _, outputs = self.sizes
-        blocks = []
-        if weight is not None:
-            blocks.append(self._columns(weight))
-        if bias is not None:
-            blocks.append(bias.reshape(groups, 1, outputs))
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-2)
+        columns = self._columns(weight)
+        return columns if bias is None else torch.cat([columns, bias.reshape(groups, 1, outputs)], dim=-2)
 
     def from_features(self, V: Tensor) -> Parameters:
         """The inverse of `to_features`; views of V where possible."""
         inputs = V.shape[-2] - self.ones
-        weight = self._weight(V[:, :inputs]) if self.weight_shape else None
         bias = V[:, inputs].reshape(-1).clone() if self.bias else None  # a view would keep all of V
-        return weight, bias
+        return self._weight(V[:, :inputs]), bias
 
     def _columns(self, weight: Tensor) -> Tensor:
         """A weight in its own layout as `[groups, features, outputs]`."""
@@ -115,7 +107,6 @@ class Affine(Transfer):
 
     def _weight(self, columns: Tensor) -> Tensor:
         """The inverse of `_columns`."""
-        assert self.weight_shape is not None
         return columns.mT.reshape(self.weight_shape)
 
     def _border(self, S: Tensor, sums: Tensor) -> Tensor:

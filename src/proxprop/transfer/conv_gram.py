@@ -1,7 +1,8 @@
-"""Which way a convolution's Gram matrix S is formed: one function that can be asked, and says why."""
+"""Which way a convolution's Gram matrix S is formed: one function that can be asked, and says why.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+A method's `gram` takes an input `[batch, groups, channels, *space]`, not padded, and the walks along its dimensions.
+It returns S `[groups, features, features]` without the ones column. Patches have none: the layer cuts them out.
+"""
 
 import torch
 from torch import Tensor
@@ -10,29 +11,10 @@ from proxprop import tuning
 from proxprop.solvers import Sizes
 from proxprop.transfer import gram_autocorrelation, gram_image_rows
 from proxprop.transfer.conv_geometry import Axis, ConvGeometry, taps
+from proxprop.transfer.transfer import GramMethod
 
 ROW_DEVICES = ("cuda",)
 """Devices where products of image rows make S: a transform takes a GPU more launches, and a CPU fewer FLOPs."""
-
-
-@dataclass(frozen=True)
-class GramMethod:
-    """A way of forming S.
-
-    Attributes:
-        name: "image rows", "autocorrelation" or "patches".
-        reason: why it was chosen.
-        gram: from an input `[batch, groups, channels, *space]`, not padded, and the walks along its dimensions to
-            S `[groups, features, features]` without the ones column; None for patches, which the layer cuts out.
-        flops: its FLOPs; None where they are those of the product of rows.
-        price: what one of them costs beside one of a product with K or S.
-    """
-
-    name: str
-    reason: str
-    gram: Callable[[Tensor, list[Axis]], Tensor] | None = None
-    flops: float | None = None
-    price: float = 1.0
 
 
 def choose(x: Tensor, geometry: ConvGeometry, sizes: Sizes) -> GramMethod:

@@ -1,6 +1,5 @@
 """Transposed convolutions: a convolution of the input with zeros between its entries."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -9,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from proxprop.transfer.conv import WEIGHT_GRADIENT, ConvCall, ConvTransfer
-from proxprop.transfer.conv_gram import GramMethod, from_patches
-from proxprop.transfer.transfer import Parameters, Shapes
+from proxprop.transfer.conv_gram import from_patches
+from proxprop.transfer.transfer import GramMethod, Parameters
 
 CONVOLVE_TRANSPOSED = {
     1: functional.conv_transpose1d,
@@ -27,25 +26,24 @@ class ConvTransposeTransfer(ConvTransfer):
 
     Args:
         input, output_shape, bias, geometry: as for `ConvTransfer`.
-        weight_shape: `[channels, outputs, *filter_size]`, or None where the weight is not trained.
+        weight_shape: `[channels, outputs, *filter_size]`.
     """
 
     def output(self, parameters: Parameters) -> Tensor:
         """`conv_transpose(X, W) + b`."""
         weight, bias = parameters
-        if weight is None:
-            return super().output(parameters)
+        assert weight is not None
         g = self.geometry
         Y = CONVOLVE_TRANSPOSED[self.dimensions](
             self._widened(), weight, bias, g.stride, g.widths, self._extra(), g.groups, g.dilation
         )
         return Y.view(self.output_shape)
 
-    def _own_weight_gradient(self, G: Tensor, shape: torch.Size) -> Tensor:
+    def _own_weight_gradient(self, G: Tensor) -> Tensor:
         """That of the convolution that maps the output back to the input."""
         g = self.geometry
         gradient: Tensor = WEIGHT_GRADIENT[self.dimensions](
-            G, shape, self.batched, g.stride, g.widths, g.dilation, g.groups
+            G, self.weight_shape, self.batched, g.stride, g.widths, g.dilation, g.groups
         )
         return gradient
 
@@ -56,7 +54,7 @@ class ConvTransposeTransfer(ConvTransfer):
     def _choose(self) -> GramMethod:
         return from_patches("most of the spread-out input is zeros")
 
-    def _padded(self, images: slice = slice(None)) -> Tensor:
+    def _padded(self, images: slice) -> Tensor:
         """The input spread out by the stride, with the border that makes every output position a patch."""
         g, batched = self.geometry, self.batched[images]
         space = batched.shape[2:]
@@ -83,13 +81,13 @@ class ConvTransposeTransfer(ConvTransfer):
             for i in range(self.dimensions)
         ]
 
-    def _unfold(self, padded: Tensor) -> Tensor:
-        """Patches at stride 1, taps reversed."""
-        return self._patches(padded, (1,) * self.dimensions, reverse=True)
+    def _windows(self, padded: Tensor) -> Tensor:
+        """Taps in reverse order."""
+        return super()._windows(padded).flip(list(range(2 + self.dimensions, 2 + 2 * self.dimensions)))
 
-    def sampled_rows(self, index: Tensor) -> Tensor:
-        """Some of the patches, after all were unfolded."""
-        return self.rows()[:, index]
+    def _steps(self) -> tuple[int, ...]:
+        """Every position of the spread-out input is an output's."""
+        return (1,) * self.dimensions
 
     def _columns(self, weight: Tensor) -> Tensor:
         groups, _, _, outputs = self.sizes
@@ -97,7 +95,6 @@ class ConvTransposeTransfer(ConvTransfer):
         return split.transpose(2, 3).flatten(1, 2)
 
     def _weight(self, columns: Tensor) -> Tensor:
-        assert self.weight_shape is not None
         groups, _, _, outputs = self.sizes
         split = columns.reshape(groups, -1, prod(self.geometry.filter_size), outputs)
         return split.transpose(2, 3).reshape(self.weight_shape)
@@ -107,10 +104,7 @@ class ConvTransposeTransfer(ConvTransfer):
 class ConvTransposeCall(ConvCall):
     """A call of a transposed convolution."""
 
-    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> ConvTransposeTransfer:
-        """The transfer of this call."""
-        (input,), (weight, bias) = inputs, shapes
-        return ConvTransposeTransfer(input, like.shape, weight, bias is not None, self.geometry)
+    kind = ConvTransposeTransfer
 
     def _channels(self, weight: torch.Size) -> tuple[int, int]:
         return weight[0], weight[1] * self.geometry.groups

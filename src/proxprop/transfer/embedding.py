@@ -1,4 +1,4 @@
-"""Embedding tables: a row of A holds a 1 at the entry that was looked up."""
+"""Embedding tables: a row of A holds the coefficients of the entries that were looked up."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,13 +8,26 @@ from torch import Tensor
 from torch.nn import functional
 
 from proxprop.solvers import DIAGONAL, SAMPLE, Sizes
-from proxprop.transfer.transfer import LayerCall, Parameters, Shapes, Transfer
+from proxprop.transfer.transfer import LayerCall, Parameters, Shapes, Transfer, without_samples
 
 
 class Table(Transfer):
-    """What lookups share: one parameter `[entries, outputs]`, whose gradient may be sparse."""
+    """What lookups share: one parameter `[entries, outputs]`, whose gradient may be sparse.
 
-    def __init__(self, shape: torch.Size, sparse: bool) -> None:
+    Args:
+        index: the entries that were looked up, of any shape.
+        coefficients: what each is multiplied by, in the shape of index.
+        shape: the table's.
+        padding: an entry that is not trained.
+        sparse: whether the gradient is to be sparse.
+    """
+
+    def __init__(
+        self, index: Tensor, coefficients: Tensor, shape: torch.Size, padding: int | None, sparse: bool
+    ) -> None:
+        self.index, self.coefficients = index.reshape(-1), coefficients.reshape(-1)
+        if padding is not None:
+            self.coefficients = self.coefficients * (self.index != padding)
         self.shape, self.sparse = shape, sparse
 
     def to_features(self, parameters: Parameters) -> Tensor:
@@ -27,22 +40,27 @@ class Table(Transfer):
         """The inverse of `to_features`."""
         return (V[0],)
 
-    def _scatter(self, index: Tensor, values: Tensor) -> Tensor:
-        """Sum rows of values into the table's gradient."""
+    def _lookup(self, parameters: Parameters) -> Tensor:
+        """The entries `[items, outputs]`, each multiplied by its coefficient."""
+        (table,) = parameters
+        assert table is not None
+        return functional.embedding(self.index, table) * self.coefficients[:, None]
+
+    def _scatter(self, values: Tensor, coefficients: Tensor) -> Parameters:
+        """The table's gradient: values `[items, outputs]`, multiplied and summed into the entries they belong to."""
+        values = values * coefficients[:, None]
         if self.sparse:
-            return torch.sparse_coo_tensor(index[None], values, self.shape, check_invariants=False)
-        return values.new_zeros(self.shape).index_add_(0, index, values)
+            index = self.index[None]
+            return (torch.sparse_coo_tensor(index, values, self.shape, check_invariants=False),)
+        return (values.new_zeros(self.shape).index_add_(0, self.index, values),)
 
 
 class EmbeddingTransfer(Table):
     """`Y = W[index]`; `AᵀA` is the diagonal of how often each entry occurs.
 
     Args:
-        index: entries, of any shape.
+        index, shape, padding, sparse: as for `Table`.
         like: a tensor of the output's shape in the precision to solve in.
-        shape: the table's, `[entries, outputs]`.
-        padding: an entry that is not trained.
-        sparse: whether the gradient is to be sparse.
     """
 
     spaces = (DIAGONAL,)
@@ -50,33 +68,26 @@ class EmbeddingTransfer(Table):
     def __init__(
         self, index: Tensor, like: Tensor, shape: torch.Size, padding: int | None, sparse: bool
     ) -> None:
-        super().__init__(shape, sparse)
-        self.index, self.output_shape = index.reshape(-1), like.shape
-        self.trained = torch.ones_like(self.index, dtype=like.dtype)
-        if padding is not None:
-            self.trained *= self.index != padding
-        self.sizes = Sizes(1, self.index.numel(), shape[0], shape[1])
+        super().__init__(index, torch.ones_like(index, dtype=like.dtype), shape, padding, sparse)
+        self.output_shape = like.shape
+        self.sizes = Sizes(1, self.index.numel(), *shape)
 
     def output(self, parameters: Parameters) -> Tensor:
         """The entries looked up; zero at padding."""
-        (table,) = parameters
-        assert table is not None
-        found = functional.embedding(self.index, table) * self.trained[:, None]
-        return found.view(self.output_shape)
+        return self._lookup(parameters).view(self.output_shape)
 
     def gradient(self, G: Tensor) -> Parameters:
         """G summed into the entries it came from."""
-        return (self._scatter(self.index, G.reshape(-1, self.shape[1]) * self.trained[:, None]),)
+        return self._scatter(G.reshape(-1, self.shape[1]), self.coefficients)
 
     def diagonal(self) -> Tensor:
         """How often each entry occurs `[1, entries]`."""
-        return self.trained.new_zeros(self.shape[0]).index_add_(0, self.index, self.trained)[None]
+        return self.coefficients.new_zeros(self.shape[0]).index_add_(0, self.index, self.coefficients)[None]
 
     def divide(self, G: Tensor, damping: float, factor: float) -> Parameters:
         """`factor·B / (λ + count)`, in the entries that occur."""
         scale = factor / (self.diagonal()[0] + damping)
-        values = G.reshape(-1, self.shape[1]) * (scale[self.index] * self.trained)[:, None]
-        return (self._scatter(self.index, values),)
+        return self._scatter(G.reshape(-1, self.shape[1]), scale[self.index] * self.coefficients)
 
 
 class EmbeddingBagTransfer(Table):
@@ -87,10 +98,9 @@ class EmbeddingBagTransfer(Table):
         offsets: where each bag starts; None for two-dimensional indices.
         weights: per-sample weights, in the shape of index.
         like: a tensor of the output's shape, `[bags, outputs]`, in the precision to solve in.
-        shape: the table's, `[entries, outputs]`.
         mean: whether a bag is averaged rather than summed.
         padding: an entry that is left out of every bag.
-        sparse: whether the gradient is to be sparse.
+        shape, sparse: as for `Table`.
     """
 
     spaces = (SAMPLE,)
@@ -106,27 +116,23 @@ class EmbeddingBagTransfer(Table):
         padding: int | None,
         sparse: bool,
     ) -> None:
-        super().__init__(shape, sparse)
-        self.index, self.bags = index.reshape(-1), like.shape[0]
+        ones = torch.ones_like(index, dtype=like.dtype)
+        super().__init__(index, ones if weights is None else weights, shape, padding, sparse)
+        self.bags = like.shape[0]
         self.bag = self._bag_of_each_item(index, offsets)
-        self.coefficients = like.new_ones(self.index.shape) if weights is None else weights.reshape(-1)
-        if padding is not None:
-            self.coefficients = self.coefficients * (self.index != padding)
         if mean:
             size = self.coefficients.new_zeros(self.bags).index_add_(0, self.bag, self.coefficients)
             self.coefficients = self.coefficients / size.clamp(min=1.0)[self.bag]
-        self.sizes = Sizes(1, self.bags, shape[0], shape[1])
+        self.sizes = Sizes(1, self.bags, *shape)
 
     def output(self, parameters: Parameters) -> Tensor:
         """Each bag's weighted sum."""
-        (table,) = parameters
-        assert table is not None
-        items = functional.embedding(self.index, table) * self.coefficients[:, None]
+        items = self._lookup(parameters)
         return items.new_zeros(self.bags, self.shape[1]).index_add_(0, self.bag, items)
 
     def gradient(self, G: Tensor) -> Parameters:
         """Each bag's G, weighted, summed into its items' entries."""
-        return (self._scatter(self.index, G[self.bag] * self.coefficients[:, None]),)
+        return self._scatter(G[self.bag], self.coefficients)
 
     def sample_gram(self) -> Tensor:
         """`K = AAᵀ` from the columns of A that are not zero: no more than there are items."""
@@ -171,8 +177,7 @@ class EmbeddingCall(LayerCall):
         """The transfer without samples."""
         (table,) = shapes
         assert table is not None
-        index = torch.empty(0, dtype=torch.long, device="meta")
-        return self.transfer((index,), torch.empty(0, table[1], device="meta"), shapes)
+        return self.transfer([without_samples(dtype=torch.long)], without_samples(table[1]), shapes)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from proxprop import device, tuning
 from proxprop.solvers import Sizes
 from proxprop.solvers.matmul import transposed_product, wide
 from proxprop.transfer.affine import Affine
-from proxprop.transfer.transfer import LayerCall, Parameters, Shapes
+from proxprop.transfer.norm import bias_alone
+from proxprop.transfer.transfer import LayerCall, Parameters, Shapes, without_samples
 
 
 class LinearTransfer(Affine):
@@ -21,7 +22,7 @@ class LinearTransfer(Affine):
         input: `[*, features]`, in the precision to solve in, or in bfloat16 where that is what it came in: products of
             bfloat16 numbers are exact in float32, so there is nothing to gain from a float32 copy.
         output_shape: shape of the layer's output, `[*, outputs]`.
-        weight_shape: `[outputs, features]`, or None where the weight is not trained.
+        weight_shape: `[outputs, features]`.
         bias: whether there is a bias to train.
         transposed: whether the weight is stored as `[features, outputs]` instead.
     """
@@ -30,7 +31,7 @@ class LinearTransfer(Affine):
         self,
         input: Tensor,
         output_shape: torch.Size,
-        weight_shape: torch.Size | None,
+        weight_shape: torch.Size,
         bias: bool,
         transposed: bool = False,
     ) -> None:
@@ -40,8 +41,7 @@ class LinearTransfer(Affine):
         self.transposed = transposed
         self.coarse = input.dtype == torch.bfloat16
         self._rotated: Tensor | None = None
-        inputs = input.shape[-1] if weight_shape else 0
-        self.sizes = Sizes(1, self.input.shape[0], inputs + self.ones, output_shape[-1])
+        self.sizes = Sizes(1, self.input.shape[0], input.shape[-1] + self.ones, output_shape[-1])
 
     def with_rows(self, A: Tensor) -> "LinearTransfer":
         """A call of the same layer with the rows `A [samples, features]`, the ones column left out."""
@@ -60,14 +60,12 @@ class LinearTransfer(Affine):
 
     def rows(self) -> Tensor:
         """The input, its leading dimensions flattened."""
-        return self.input[None] if self.weight_shape else self.input[None, :, :0]
+        return self.input[None]
 
     def output(self, parameters: Parameters) -> Tensor:
         """`X Wᵀ + b`."""
         weight, bias = parameters
-        if weight is None:
-            assert bias is not None
-            return bias.expand(self.output_shape)
+        assert weight is not None
         weight = weight.mT if self.transposed else weight
         return functional.linear(self.input.to(weight.dtype), weight, bias).view(self.output_shape)
 
@@ -75,8 +73,6 @@ class LinearTransfer(Affine):
         """`GᵀX` and the column sums of G, which is freed before that product where the caller does not keep it."""
         G = G.reshape(-1, G.shape[-1])
         bias = G.sum(0, dtype=wide(G)) if self.bias else None
-        if self.weight_shape is None:
-            return None, bias
         given = [G]
         del G
         return self._weight_product(self.input, given.pop()), bias
@@ -86,8 +82,6 @@ class LinearTransfer(Affine):
         if self.coarse:
             return super().rotated_gradient(U)
         bias = U[0, 0] * self.sizes.samples**0.5 if self.bias else None
-        if self.weight_shape is None:
-            return None, bias
         return self._weight_product(self._rotated_rows()[0], U[0]), bias
 
     def _rotated_rows(self) -> Tensor:
@@ -134,16 +128,17 @@ class LinearCall(LayerCall):
     transposed: bool = False
     takes_bfloat16 = True
 
-    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> LinearTransfer:
+    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> Affine:
         """The transfer of this call."""
         (input,), (weight, bias) = inputs, shapes
+        if weight is None:
+            return bias_alone(bias, like)
         return LinearTransfer(input, like.shape, weight, bias is not None, self.transposed)
 
-    def layout(self, shapes: Shapes) -> LinearTransfer:
+    def layout(self, shapes: Shapes) -> Affine:
         """The transfer without samples."""
         weight, bias = shapes
-        inputs, outputs = 1, bias[0] if bias else 0
-        if weight is not None:
-            inputs, outputs = weight if self.transposed else weight[::-1]
-        meta = torch.empty(0, device="meta")
-        return self.transfer((meta.view(0, inputs),), meta.view(0, outputs), shapes)
+        if weight is None:
+            return bias_alone(bias)
+        features, outputs = weight if self.transposed else weight[::-1]
+        return self.transfer([without_samples(features)], without_samples(outputs), shapes)

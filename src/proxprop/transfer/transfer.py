@@ -1,8 +1,9 @@
 """What every transfer offers: the linear map `φ(·, a)` from a layer's parameters to its output. And how it is made."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,11 +18,34 @@ Shapes = Sequence[torch.Size | None]
 """The shape of each of the layer's parameters; None for one that is not trained."""
 
 
+@dataclass(frozen=True)
+class GramMethod:
+    """A way of forming S.
+
+    Attributes:
+        name: what `summary` calls it.
+        reason: why it was chosen.
+        gram: forms S from the input, where that is not the product of rows; see `conv_gram`.
+        flops: its FLOPs; None for those of the product of rows.
+        price: what one of them costs beside one of a product with K or S.
+    """
+
+    name: str
+    reason: str
+    gram: Callable[..., Tensor] | None = None
+    flops: float | None = None
+    price: float = 1.0
+
+
+ROWS = GramMethod("product of rows", "the layer has no other way")
+
+
 class Transfer(ABC):
     """One call of a layer, seen as `Y = A V` with everything but the parameters V held fixed.
 
     A transfer speaks two layouts and translates between them: the layer's own (its parameters, its output)
-    and the system's (`V [groups, features, outputs]`, `Y [groups, samples, outputs]`).
+    and the system's (`V [groups, features, outputs]`, `Y [groups, samples, outputs]`). It implements the methods of
+    the spaces that it names.
     """
 
     spaces: ClassVar[tuple[str, ...]] = SPACES
@@ -47,15 +71,15 @@ class Transfer(ABC):
 
     def to_samples(self, G: Tensor) -> Tensor:
         """An array in the output's layout as `[groups, samples, outputs]`."""
-        raise NotImplementedError(f"{type(self).__name__} has no sample space")
+        raise self._lacks("sample space")
 
     def from_samples(self, U: Tensor) -> Tensor:
         """The inverse of `to_samples`."""
-        raise NotImplementedError(f"{type(self).__name__} has no sample space")
+        raise self._lacks("sample space")
 
     def sample_gram(self) -> Tensor:
         """`K = AAᵀ [groups, samples, samples]`, freshly made."""
-        raise NotImplementedError(f"{type(self).__name__} has no sample space")
+        raise self._lacks("sample space")
 
     def rotated_sample_gram(self) -> Tensor:
         """K of rotated samples, see `rotation`."""
@@ -67,40 +91,35 @@ class Transfer(ABC):
 
     def gram(self) -> Tensor:
         """`S = AᵀA [groups, features, features]`, freshly made."""
-        raise NotImplementedError(f"{type(self).__name__} has no feature space")
+        raise self._lacks("feature space")
 
     def normal_equations(self, G: Tensor) -> tuple[Tensor, Parameters]:
         """`S` and `AᵀG`, together where that is less work."""
         gradient = self.gradient(G)
         return self.gram(), gradient
 
-    def gram_method(self) -> str:
+    def gram_method(self) -> GramMethod:
         """How `gram` forms S."""
-        return "product of rows"
-
-    def gram_flops(self) -> float | None:
-        """FLOPs of `gram`, where it is not the plain product of rows."""
-        return None
-
-    def diagonal(self) -> Tensor:
-        """S's diagonal `[groups, features]`, where S is diagonal."""
-        raise NotImplementedError(f"{type(self).__name__} has no diagonal S")
-
-    def gram_price(self) -> float:
-        """What a FLOP of `gram_flops` costs beside one of a product with K or S."""
-        return 1.0
+        return ROWS
 
     def own_price(self) -> float:
         """What a FLOP of φ and φ* costs beside one of a product with K or S."""
         return 1.0
 
+    def diagonal(self) -> Tensor:
+        """S's diagonal `[groups, features]`, where S is diagonal."""
+        raise self._lacks("diagonal S")
+
     def divide(self, G: Tensor, damping: float, factor: float) -> Parameters:
         """`factor·(λI + S)⁻¹AᵀG` where S is diagonal."""
-        raise NotImplementedError(f"{type(self).__name__} has no diagonal S")
+        raise self._lacks("diagonal S")
 
     def normal(self, V: Tensor) -> Tensor:
         """`AᵀAV` through φ and φ*, without forming A."""
         return self.to_features(self.gradient(self.output(self.from_features(V))))
+
+    def _lacks(self, what: str) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} has no {what}")
 
 
 class LayerCall(ABC):
@@ -129,3 +148,8 @@ class LayerCall(ABC):
             shapes: the parameters' shapes, or those of a share of the outputs.
         """
         raise NotImplementedError(f"{type(self).__name__} has no layout without samples")
+
+
+def without_samples(*shape: int, **options: Any) -> Tensor:
+    """A tensor `[0, *shape]` without memory, to make a layout from."""
+    return torch.empty(0, *shape, device="meta", **options)
