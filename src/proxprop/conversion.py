@@ -12,7 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from proxprop.nn import QUANTIZED as QUANTIZED_MODULES
-from proxprop.nn import ProximalLayer, is_default, is_product, known, known_base, proximal_class, stands_for
+from proxprop.nn import ProximalLayer, by_default, is_product, known, known_base, proximal_class, stands_for
 from proxprop.nn.layer import COMPUTED, check_real
 from proxprop.settings import Scaling, Settings, Space
 from proxprop.solvers import CG, Solver
@@ -148,11 +148,6 @@ class _Wanted(NamedTuple):
 
     words: str
     takes: Takes
-
-
-def by_default(kind: type[nn.Module]) -> bool:
-    """Whether `convert` takes layers of this class unless told otherwise."""
-    return is_default(known(kind))
 
 
 def _inside_generic(model: nn.Module, takes: Takes) -> set[nn.Module]:

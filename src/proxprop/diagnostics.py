@@ -66,7 +66,7 @@ def observe(model: nn.Module) -> Iterator[dict[str, list[Report]]]:
     reports: dict[str, list[Report]] = {name: [] for name in layers}
     with ExitStack() as stack:
         for name, layer in layers.items():
-            stack.enter_context(layer._shown_to(_Collector(reports[name])))
+            stack.enter_context(layer._watched(_Collector(reports[name])))
         yield reports
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from proxprop.nn.layer import Part, ProximalLayer, parameter_views
+from proxprop.nn.layer import ProximalLayer, parameter_views
 from proxprop.transfer import EmbeddingBagCall, EmbeddingBagTransfer, EmbeddingCall, EmbeddingTransfer
 
 
@@ -16,7 +16,7 @@ class Embedding(ProximalLayer, nn.Embedding):
     `B[v] / (λ + count[v])` in closed form. Sparse gradients stay sparse; `padding_idx` receives none.
     """
 
-    plain = nn.Embedding
+    plain, names = nn.Embedding, ("weight",)
     spaces = EmbeddingTransfer.spaces
 
     def forward(self, input: Tensor) -> Tensor:
@@ -27,9 +27,6 @@ class Embedding(ProximalLayer, nn.Embedding):
             input, self.weight.detach(), self.padding_idx, self.max_norm, self.norm_type
         )
         return self._attach(output, self._call(), (input,), (self.weight,))
-
-    def _parts(self) -> dict[str, Part]:
-        return self._part(self._call(), "weight")
 
     def _call(self) -> EmbeddingCall:
         return EmbeddingCall(self.padding_idx, self.sparse)

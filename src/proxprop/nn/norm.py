@@ -6,7 +6,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn import functional
 
-from proxprop.nn.layer import Part, ProximalLayer, parameter_views
+from proxprop.nn.layer import ProximalLayer, parameter_views
 from proxprop.transfer import NormCall, NormTransfer
 from proxprop.transfer.norm import batch_norm, instance_norm
 
@@ -20,12 +20,9 @@ class NormLayer(ProximalLayer):
         """torch's own forward."""
         if not self._trains():
             return cast(Tensor, super().forward(input))
-        parameters = parameter_views(*(self._parameters.get(name) for name in ("weight", "bias")))
+        parameters = parameter_views(*(self._parameters.get(name) for name in self.names))
         output = cast(Tensor, self.plain.forward(constant(self, self.plain), input))
         return self._attach(output, self._call(), (input, *self._statistics()), parameters)
-
-    def _parts(self) -> dict[str, Part]:
-        return self._part(self._call(), "weight", "bias")
 
     def _call(self) -> NormCall:
         """How the layer normalises; holds no reference to its tensors."""
