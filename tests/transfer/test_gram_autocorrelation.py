@@ -89,7 +89,7 @@ def test_a_convolution_correlates_where_that_is_right(stride, kernel, size, corr
     x = randn(2, 2, size, size, seed=0)
     weight = randn(3, 2, *kernel, seed=1)
     output = functional.conv2d(x, weight, None, stride, padding[0])
-    transfer = ConvTransfer(x, output.shape, weight.shape, True, geometry)
+    transfer = ConvTransfer([x], output, [weight.shape, torch.Size([3])], geometry)
     assert (transfer.gram_method().name == "autocorrelation") == correlates
     A = torch.cat([transfer.rows(), torch.ones(1, transfer.sizes.samples, 1, dtype=torch.float64)], dim=-1)
     assert relative_error(transfer.gram(), A.mT @ A) < 1e-12
@@ -100,5 +100,6 @@ def test_a_convolution_correlates_where_that_is_right(stride, kernel, size, corr
 def test_a_cpu_unfolds_few_patches(batch: int, correlates: bool) -> None:
     geometry = ConvGeometry((3, 3), (1, 1), (1, 1), ((0, 0),) * 2, "constant", 1)
     x = randn(batch, 4, 10, 10, seed=0)
-    transfer = ConvTransfer(x, torch.Size([batch, 3, 8, 8]), torch.Size([3, 4, 3, 3]), True, geometry)
+    shapes = [torch.Size([3, 4, 3, 3]), torch.Size([3])]
+    transfer = ConvTransfer([x], torch.empty(batch, 3, 8, 8), shapes, geometry)
     assert (transfer.gram_method().name == "autocorrelation") == correlates

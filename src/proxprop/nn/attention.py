@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from proxprop.nn.layer import Part, ProximalLayer, under_autocast
 from proxprop.torch_internals import is_batched_attention
-from proxprop.transfer import LinearCall
+from proxprop.transfer import LayerCall, LinearTransfer
 
 
 class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
@@ -90,20 +90,21 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
     ) -> Tensor:
         """`x Wᵀ + b` with the direction attached."""
         inputs = [under_autocast(x)]
-        return self._product(functional.linear, LinearCall(), inputs, weight, bias, owner, part)
+        return self._product(functional.linear, LayerCall(LinearTransfer), inputs, weight, bias, owner, part)
 
     def _parts(self) -> dict[str, Part]:
         """Query, key and value, alone or together as inputs are shared, and the output projection."""
         whole, width = slice(None), self.embed_dim
         packed, bias = self._packs(), self.in_proj_bias is not None
         out = ("out_proj.weight", whole), ("out_proj.bias", whole) if self.out_proj.bias is not None else None
-        parts = {"out": Part(out, LinearCall())}
+        parts = {"out": Part(out, LayerCall(LinearTransfer))}
         for part in ("q", "k", "v", "kv", "qkv") if packed else ("q", "k", "v"):
             start = "qkv".index(part) * width
             rows = slice(start, start + len(part) * width)
             weight = ("in_proj_weight", rows) if packed else (f"{part}_proj_weight", whole)
             usual = part == "qkv" or not packed
-            parts[part] = Part((weight, ("in_proj_bias", rows) if bias else None), LinearCall(), usual)
+            blocks = weight, ("in_proj_bias", rows) if bias else None
+            parts[part] = Part(blocks, LayerCall(LinearTransfer), usual)
         return parts
 
     def _heads(self, x: Tensor, batched: bool) -> Tensor:

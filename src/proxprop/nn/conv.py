@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from proxprop.nn.layer import ProximalLayer, under_autocast
 from proxprop.torch_internals import convolve, output_padding
-from proxprop.transfer import ConvCall, ConvGeometry, ConvTransposeCall
+from proxprop.transfer import ConvGeometry, ConvTransfer, ConvTransposeTransfer, LayerCall
 from proxprop.transfer.conv_transpose import CONVOLVE_TRANSPOSED
 
 AnyConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -24,8 +24,8 @@ class ConvLayer(ProximalLayer):
         inputs = [under_autocast(input)]
         return self._product(partial(convolve, conv), self._call(), inputs, conv.weight, conv.bias)
 
-    def _call(self) -> ConvCall:
-        return ConvCall(geometry(cast(nn.Conv2d, self)))
+    def _call(self) -> LayerCall:
+        return LayerCall(ConvTransfer, geometry(cast(nn.Conv2d, self)))
 
 
 class Conv1d(ConvLayer, nn.Conv1d):
@@ -54,17 +54,17 @@ class ConvTransposeLayer(ProximalLayer):
         conv = cast(nn.ConvTranspose2d, self)
         if not self._trains():
             return cast(Tensor, super().forward(input, output_size))
-        inputs, call = [under_autocast(input)], self._call()
-        walk, extra = call.geometry, output_padding(conv, input, output_size)
+        walk, extra = geometry(conv), output_padding(conv, input, output_size)
 
         def convolve_transposed(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             options = walk.stride, walk.widths, extra, walk.groups, walk.dilation
             return CONVOLVE_TRANSPOSED[len(extra)](input, weight, bias, *options)
 
-        return self._product(convolve_transposed, call, inputs, conv.weight, conv.bias)
+        inputs = [under_autocast(input)]
+        return self._product(convolve_transposed, self._call(), inputs, conv.weight, conv.bias)
 
-    def _call(self) -> ConvTransposeCall:
-        return ConvTransposeCall(geometry(cast(nn.ConvTranspose2d, self)))
+    def _call(self) -> LayerCall:
+        return LayerCall(ConvTransposeTransfer, geometry(cast(nn.ConvTranspose2d, self)))
 
 
 class ConvTranspose1d(ConvTransposeLayer, nn.ConvTranspose1d):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from proxprop.nn.layer import ProximalLayer, parameter_views
-from proxprop.transfer import EmbeddingBagCall, EmbeddingBagTransfer, EmbeddingCall, EmbeddingTransfer
+from proxprop.transfer import EmbeddingBagTransfer, EmbeddingTransfer, LayerCall
 
 
 class Embedding(ProximalLayer, nn.Embedding):
@@ -28,8 +28,8 @@ class Embedding(ProximalLayer, nn.Embedding):
         )
         return self._attach(output, self._call(), (input,), (self.weight,))
 
-    def _call(self) -> EmbeddingCall:
-        return EmbeddingCall(self.padding_idx, self.sparse)
+    def _call(self) -> LayerCall:
+        return LayerCall(EmbeddingTransfer, self.padding_idx, self.sparse)
 
     @classmethod
     def refusal(cls, module: Any) -> str:
@@ -61,7 +61,7 @@ class EmbeddingBag(ProximalLayer, nn.EmbeddingBag):
             False, per_sample_weights, self.include_last_offset, self.padding_idx,
         )  # fmt: skip
         given = offsets is not None, per_sample_weights is not None
-        call = EmbeddingBagCall(*given, self.mode == "mean", self.padding_idx, self.sparse)
+        call = LayerCall(EmbeddingBagTransfer, *given, self.mode == "mean", self.padding_idx, self.sparse)
         tensors = [t for t in (input, offsets, per_sample_weights) if t is not None]
         return self._attach(output, call, tensors, parameters)
 

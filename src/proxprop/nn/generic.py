@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from proxprop.nn.layer import ProximalLayer, parameter_views
-from proxprop.transfer import AutogradCall, AutogradTransfer, check_linear
+from proxprop.transfer import AutogradTransfer, check_linear, generic_call
 from proxprop.transfer.autograd import copied
 
 
@@ -42,7 +42,7 @@ class AnyLinearInParameters(ProximalLayer):
         output = _own_memory(output, [*constants.values(), *args, *kwargs.values()])
         for own, changed in zip(self.buffers(), plain.buffers(), strict=True):
             own.copy_(changed)
-        call, tensors = AutogradCall.of(plain, args, kwargs)
+        call, tensors = generic_call(plain, args, kwargs)
         return self._attach(output, call, tensors, parameters)
 
     def _check_once(self, plain: nn.Module, output: Any, args: Any, kwargs: Any) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from proxprop.nn.layer import ProximalLayer, under_autocast
-from proxprop.transfer import BilinearCall, LinearCall
+from proxprop.transfer import BilinearTransfer, LayerCall, LinearTransfer
 
 
 class Linear(ProximalLayer, nn.Linear):
@@ -34,8 +34,8 @@ class Linear(ProximalLayer, nn.Linear):
         inputs = [under_autocast(input)]
         return self._product(functional.linear, self._call(), inputs, self.weight, self.bias)
 
-    def _call(self) -> LinearCall:
-        return LinearCall()
+    def _call(self) -> LayerCall:
+        return LayerCall(LinearTransfer)
 
 
 class Bilinear(ProximalLayer, nn.Bilinear):
@@ -50,8 +50,8 @@ class Bilinear(ProximalLayer, nn.Bilinear):
         inputs = [input1, input2]
         return self._product(functional.bilinear, self._call(), inputs, self.weight, self.bias)
 
-    def _call(self) -> BilinearCall:
-        return BilinearCall()
+    def _call(self) -> LayerCall:
+        return LayerCall(BilinearTransfer)
 
 
 class RegisteredLinear(ProximalLayer):
@@ -77,8 +77,8 @@ class RegisteredLinear(ProximalLayer):
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(input, weight.mT if self.transposed else weight, bias)
 
-    def _call(self) -> LinearCall:
-        return LinearCall(self.transposed)
+    def _call(self) -> LayerCall:
+        return LayerCall(LinearTransfer, self.transposed)
 
     def _check_once(self, input: Tensor, output: Tensor) -> None:
         if vars(self).get("_checked") or torch.compiler.is_compiling() or output.is_meta:

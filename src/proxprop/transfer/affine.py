@@ -1,5 +1,7 @@
 """What layers with a weight and perhaps a bias share: rows that hold the input, and a column of ones."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,27 +9,27 @@ from proxprop import tuning
 from proxprop.device import round_up
 from proxprop.solvers.matmul import square, transposed_square
 from proxprop.solvers.rotation import rotate
-from proxprop.transfer.transfer import Parameters, Transfer
+from proxprop.transfer.transfer import Parameters, Shapes, Transfer
 
 
 class Affine(Transfer):
     """A layer with a weight `[groups·outputs, ...]` and perhaps a bias `[groups·outputs]`.
 
     The bias is the coefficient of a column of ones behind the rows of the input. The ones are never stored:
-    they add 1 to every entry of K, and a border of column sums to S. A bias that is not trained has no column; one
-    whose weight is not trained is solved as a normalisation's shift is, see `norm.bias_alone`.
-
-    Args:
-        weight_shape: the weight's shape.
-        bias: whether there is a bias to train.
+    they add 1 to every entry of K, and a border of column sums to S. A bias that is not trained has no column.
     """
 
-    def __init__(self, weight_shape: torch.Size, bias: bool) -> None:
-        self.weight_shape = weight_shape
-        self.bias = bias
-        self.ones = int(bias)  # columns of ones; a truth value can't be added to a symbolic size
+    def __init__(self, like: Tensor, shapes: Shapes) -> None:
+        weight, bias = shapes
+        self.output_shape = like.shape
+        self.weight_shape = weight or bias or torch.Size([0])
+        self.bias = bias is not None
+        self.ones = int(self.bias)  # columns of ones; a truth value can't be added to a symbolic size
 
-    output_shape: torch.Size
+    @classmethod
+    def channel_axis(cls, *options: Any) -> int | None:
+        """The output's axis that is the bias's."""
+        return -1
 
     def rows(self) -> Tensor:
         """The input as rows `[groups, samples, features]`, the ones column left out."""

@@ -1,9 +1,8 @@
 """Convolutions in one, two and three dimensions: every position of an image is a sample, its patch a row."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,8 +14,7 @@ from proxprop.solvers.matmul import transposed_product, transposed_square, wide
 from proxprop.transfer.affine import Affine
 from proxprop.transfer.conv_geometry import ConvGeometry, patch_sums
 from proxprop.transfer.conv_gram import choose
-from proxprop.transfer.norm import bias_alone
-from proxprop.transfer.transfer import GramMethod, LayerCall, Parameters, Shapes, without_samples
+from proxprop.transfer.transfer import GramMethod, Parameters, Shapes, nothing
 
 CONVOLVE = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 WEIGHT_GRADIENT = {1: grad.conv1d_weight, 2: grad.conv2d_weight, 3: grad.conv3d_weight}
@@ -26,37 +24,52 @@ class ConvTransfer(Affine):
     """`Y = conv(X, W) + b`.
 
     Args:
-        input: `[batch, channels, *space]` or unbatched `[channels, *space]`, in the precision to solve in, or in
+        inputs: one `[batch, channels, *space]` or unbatched `[channels, *space]`, in the precision to solve in, or in
             bfloat16 where that is what it came in, as in `LinearTransfer`.
-        output_shape: shape of the layer's output.
-        weight_shape: `[groups·outputs, channels/groups, *filter_size]`.
-        bias: whether there is a bias to train.
+        like: a tensor of the output's shape.
+        shapes: of the weight, `[groups·outputs, channels/groups, *filter_size]`, and the bias.
         geometry: stride, padding and the rest.
     """
 
+    takes_bfloat16 = True
+
     def __init__(
-        self,
-        input: Tensor,
-        output_shape: torch.Size,
-        weight_shape: torch.Size,
-        bias: bool,
-        geometry: ConvGeometry,
+        self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes, geometry: ConvGeometry
     ) -> None:
-        super().__init__(weight_shape, bias)
+        super().__init__(like, shapes)
+        (input,) = inputs
         self.dimensions = len(geometry.filter_size)
-        self.output_shape = output_shape
         self.coarse = input.dtype == torch.bfloat16
-        channels, *positions = output_shape[-self.dimensions - 1 :]
+        channels, *positions = like.shape[-self.dimensions - 1 :]
         self.batched = input if input.dim() == self.dimensions + 2 else input[None]
         if not geometry.pads_evenly:  # done once, so that all that follows may leave padding to torch
             self.batched = geometry.pad(self.batched)
             geometry = replace(geometry, padding=((0, 0),) * self.dimensions, mode="constant")
         self.geometry, groups = geometry, geometry.groups
         batch = self.batched.shape[0]
-        inputs = self.batched.shape[1] // groups * prod(geometry.filter_size)
-        self.sizes = Sizes(groups, batch * prod(positions), inputs + self.ones, channels // groups)
+        features = self.batched.shape[1] // groups * prod(geometry.filter_size) + self.ones
+        self.sizes = Sizes(groups, batch * prod(positions), features, channels // groups)
         self.batched_shape = torch.Size([batch, channels, *positions])
         self._chosen: GramMethod | None = None
+
+    @classmethod
+    def without_samples(cls, shapes: Shapes, geometry: ConvGeometry) -> "ConvTransfer":
+        """A transfer that has no images."""
+        assert shapes[0] is not None
+        g, (channels, outputs) = geometry, cls._channels(shapes[0], geometry.groups)
+        space = [sum(p) + e * k for p, e, k in zip(g.padding, g.dilation, g.filter_size, strict=True)]
+        image, like = nothing(channels, *space), nothing(outputs, *[1] * len(space))
+        return cls([image], like, shapes, geometry)
+
+    @staticmethod
+    def _channels(weight: torch.Size, groups: int) -> tuple[int, int]:
+        """Channels of the input and of the output."""
+        return weight[1] * groups, weight[0]
+
+    @classmethod
+    def channel_axis(cls, geometry: ConvGeometry) -> int:
+        """The output's axis that is the bias's."""
+        return -1 - len(geometry.filter_size)
 
     def rows(self) -> Tensor:
         """The unfolded patches `[groups, batch·positions, channels/groups·taps]`."""
@@ -166,8 +179,9 @@ class ConvTransfer(Affine):
             max(self.batched.numel(), self.batched_shape.numel()), tuning.FLOAT32_COPY_MOST_NUMBERS
         ):
             input = self.batched[images].float()
-            shape = torch.Size([len(input), *self.batched_shape[1:]])
-            yield images, type(self)(input, shape, self.weight_shape, self.bias, self.geometry)
+            like = input.new_empty(()).expand(len(input), *self.batched_shape[1:])
+            bias = self.batched_shape[1:2] if self.bias else None
+            yield images, type(self)([input], like, [self.weight_shape, bias], self.geometry)
 
     def _takes_patches(self) -> bool:
         """Whether gradients may come from patches, for which few samples need little memory.
@@ -252,33 +266,3 @@ class ConvTransfer(Affine):
 def _by_position(G: Tensor) -> Tensor:
     """`[batch·positions, outputs]` of `[batch, outputs, *positions]`."""
     return G.flatten(2).mT.reshape(-1, G.shape[1])
-
-
-@dataclass(frozen=True)
-class ConvCall(LayerCall):
-    """A call of a convolution."""
-
-    geometry: ConvGeometry
-    kind: ClassVar[type[ConvTransfer]] = ConvTransfer
-    takes_bfloat16 = True
-
-    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> Affine:
-        """The transfer of this call."""
-        (input,), (weight, bias) = inputs, shapes
-        if weight is None:
-            return bias_alone(bias, like, axis=-1 - len(self.geometry.filter_size))
-        return self.kind(input, like.shape, weight, bias is not None, self.geometry)
-
-    def layout(self, shapes: Shapes) -> Affine:
-        """The transfer without images."""
-        weight, bias = shapes
-        if weight is None:
-            return bias_alone(bias)
-        g, (channels, outputs) = self.geometry, self._channels(weight)
-        space = [sum(p) + e * k for p, e, k in zip(g.padding, g.dilation, g.filter_size, strict=True)]
-        image, output = without_samples(channels, *space), without_samples(outputs, *[1] * len(space))
-        return self.transfer([image], output, shapes)
-
-    def _channels(self, weight: torch.Size) -> tuple[int, int]:
-        """Channels of the input and of the output."""
-        return weight[1] * self.geometry.groups, weight[0]

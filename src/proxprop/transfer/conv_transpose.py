@@ -1,13 +1,12 @@
 """Transposed convolutions: a convolution of the input with zeros between its entries."""
 
-from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxprop.transfer.conv import WEIGHT_GRADIENT, ConvCall, ConvTransfer
+from proxprop.transfer.conv import WEIGHT_GRADIENT, ConvTransfer
 from proxprop.transfer.conv_gram import from_patches
 from proxprop.transfer.transfer import GramMethod, Parameters
 
@@ -25,9 +24,13 @@ class ConvTransposeTransfer(ConvTransfer):
     patches are cut at stride 1 from the input spread out by the stride, with the taps in reverse order.
 
     Args:
-        input, output_shape, bias, geometry: as for `ConvTransfer`.
-        weight_shape: `[channels, outputs, *filter_size]`.
+        inputs, like, geometry: as for `ConvTransfer`.
+        shapes: of the weight, `[channels, outputs, *filter_size]`, and the bias.
     """
+
+    @staticmethod
+    def _channels(weight: torch.Size, groups: int) -> tuple[int, int]:
+        return weight[0], weight[1] * groups
 
     def output(self, parameters: Parameters) -> Tensor:
         """`conv_transpose(X, W) + b`."""
@@ -98,13 +101,3 @@ class ConvTransposeTransfer(ConvTransfer):
         groups, _, _, outputs = self.sizes
         split = columns.reshape(groups, -1, prod(self.geometry.filter_size), outputs)
         return split.transpose(2, 3).reshape(self.weight_shape)
-
-
-@dataclass(frozen=True)
-class ConvTransposeCall(ConvCall):
-    """A call of a transposed convolution."""
-
-    kind = ConvTransposeTransfer
-
-    def _channels(self, weight: torch.Size) -> tuple[int, int]:
-        return weight[0], weight[1] * self.geometry.groups

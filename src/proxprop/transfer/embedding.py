@@ -1,14 +1,14 @@
 """Embedding tables: a row of A holds the coefficients of the entries that were looked up."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from proxprop.solvers import DIAGONAL, SAMPLE, Sizes
-from proxprop.transfer.transfer import LayerCall, Parameters, Shapes, Transfer, without_samples
+from proxprop.transfer.transfer import Parameters, Shapes, Transfer, nothing
 
 
 class Table(Transfer):
@@ -17,14 +17,16 @@ class Table(Transfer):
     Args:
         index: the entries that were looked up, of any shape.
         coefficients: what each is multiplied by, in the shape of index.
-        shape: the table's.
+        shapes: of the table.
         padding: an entry that is not trained.
         sparse: whether the gradient is to be sparse.
     """
 
     def __init__(
-        self, index: Tensor, coefficients: Tensor, shape: torch.Size, padding: int | None, sparse: bool
+        self, index: Tensor, coefficients: Tensor, shapes: Shapes, padding: int | None, sparse: bool
     ) -> None:
+        (shape,) = shapes
+        assert shape is not None
         self.index, self.coefficients = index.reshape(-1), coefficients.reshape(-1)
         if padding is not None:
             self.coefficients = self.coefficients * (self.index != padding)
@@ -59,18 +61,26 @@ class EmbeddingTransfer(Table):
     """`Y = W[index]`; `AᵀA` is the diagonal of how often each entry occurs.
 
     Args:
-        index, shape, padding, sparse: as for `Table`.
+        inputs: the index.
         like: a tensor of the output's shape in the precision to solve in.
+        shapes, padding, sparse: as for `Table`.
     """
 
     spaces = (DIAGONAL,)
 
     def __init__(
-        self, index: Tensor, like: Tensor, shape: torch.Size, padding: int | None, sparse: bool
+        self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes, padding: int | None, sparse: bool
     ) -> None:
-        super().__init__(index, torch.ones_like(index, dtype=like.dtype), shape, padding, sparse)
+        (index,) = inputs
+        super().__init__(index, torch.ones_like(index, dtype=like.dtype), shapes, padding, sparse)
         self.output_shape = like.shape
-        self.sizes = Sizes(1, self.index.numel(), *shape)
+        self.sizes = Sizes(1, self.index.numel(), *self.shape)
+
+    @classmethod
+    def without_samples(cls, shapes: Shapes, *options: Any) -> "EmbeddingTransfer":
+        """A transfer that has no samples."""
+        assert shapes[0] is not None
+        return cls([nothing(dtype=torch.long)], nothing(shapes[0][1]), shapes, *options)
 
     def output(self, parameters: Parameters) -> Tensor:
         """The entries looked up; zero at padding."""
@@ -94,36 +104,37 @@ class EmbeddingBagTransfer(Table):
     """`Y[b] = Σ c_i·W[index_i]` over the items i of bag b; the coefficient c_i is a weight, or 1 over the bag's size.
 
     Args:
-        index: entries `[bags, items]`, or `[items]` with offsets.
-        offsets: where each bag starts; None for two-dimensional indices.
-        weights: per-sample weights, in the shape of index.
+        inputs: entries `[bags, items]`, or `[items]` and offsets where each bag starts; and perhaps a weight for each.
         like: a tensor of the output's shape, `[bags, outputs]`, in the precision to solve in.
+        has_offsets: whether there are offsets.
+        has_weights: whether there are weights.
         mean: whether a bag is averaged rather than summed.
         padding: an entry that is left out of every bag.
-        shape, sparse: as for `Table`.
+        shapes, sparse: as for `Table`.
     """
 
     spaces = (SAMPLE,)
 
     def __init__(
         self,
-        index: Tensor,
-        offsets: Tensor | None,
-        weights: Tensor | None,
+        inputs: Sequence[Tensor],
         like: Tensor,
-        shape: torch.Size,
+        shapes: Shapes,
+        has_offsets: bool,
+        has_weights: bool,
         mean: bool,
         padding: int | None,
         sparse: bool,
     ) -> None:
-        ones = torch.ones_like(index, dtype=like.dtype)
-        super().__init__(index, ones if weights is None else weights, shape, padding, sparse)
+        index = inputs[0]
+        weights = inputs[-1] if has_weights else torch.ones_like(index, dtype=like.dtype)
+        super().__init__(index, weights, shapes, padding, sparse)
         self.bags = like.shape[0]
-        self.bag = self._bag_of_each_item(index, offsets)
+        self.bag = self._bag_of_each_item(index, inputs[1] if has_offsets else None)
         if mean:
             size = self.coefficients.new_zeros(self.bags).index_add_(0, self.bag, self.coefficients)
             self.coefficients = self.coefficients / size.clamp(min=1.0)[self.bag]
-        self.sizes = Sizes(1, self.bags, *shape)
+        self.sizes = Sizes(1, self.bags, *self.shape)
 
     def output(self, parameters: Parameters) -> Tensor:
         """Each bag's weighted sum."""
@@ -158,50 +169,3 @@ class EmbeddingBagTransfer(Table):
             return torch.arange(self.bags, device=index.device).repeat_interleave(index.shape[1])
         items = torch.arange(index.numel(), device=index.device)
         return torch.searchsorted(offsets[: self.bags].contiguous(), items, right=True) - 1
-
-
-@dataclass(frozen=True)
-class EmbeddingCall(LayerCall):
-    """A call of an embedding; `padding` and `sparse` as in `EmbeddingTransfer`."""
-
-    padding: int | None
-    sparse: bool
-
-    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> EmbeddingTransfer:
-        """The transfer of this call."""
-        (index,), (table,) = inputs, shapes
-        assert table is not None
-        return EmbeddingTransfer(index, like, table, self.padding, self.sparse)
-
-    def layout(self, shapes: Shapes) -> EmbeddingTransfer:
-        """The transfer without samples."""
-        (table,) = shapes
-        assert table is not None
-        return self.transfer([without_samples(dtype=torch.long)], without_samples(table[1]), shapes)
-
-
-@dataclass(frozen=True)
-class EmbeddingBagCall(LayerCall):
-    """A call of an embedding of bags; `mean`, `padding` and `sparse` as in `EmbeddingBagTransfer`.
-
-    Attributes:
-        has_offsets: whether offsets come behind the index.
-        has_weights: whether weights of samples come last.
-    """
-
-    has_offsets: bool
-    has_weights: bool
-    mean: bool
-    padding: int | None
-    sparse: bool
-
-    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> EmbeddingBagTransfer:
-        """The transfer of this call."""
-        index, *others = inputs
-        offsets = others[0] if self.has_offsets else None
-        weights = others[-1] if self.has_weights else None
-        (table,) = shapes
-        assert table is not None
-        return EmbeddingBagTransfer(
-            index, offsets, weights, like, table, self.mean, self.padding, self.sparse
-        )

@@ -1,7 +1,6 @@
 """Linear layers: every leading dimension of the input is samples."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,42 +10,44 @@ from proxprop import device, tuning
 from proxprop.solvers import Sizes
 from proxprop.solvers.matmul import transposed_product, wide
 from proxprop.transfer.affine import Affine
-from proxprop.transfer.norm import bias_alone
-from proxprop.transfer.transfer import LayerCall, Parameters, Shapes, without_samples
+from proxprop.transfer.transfer import Parameters, Shapes, nothing
 
 
 class LinearTransfer(Affine):
     """`Y = X Wᵀ + b`.
 
     Args:
-        input: `[*, features]`, in the precision to solve in, or in bfloat16 where that is what it came in: products of
+        inputs: one `[*, features]`, in the precision to solve in, or in bfloat16 where it came in that: products of
             bfloat16 numbers are exact in float32, so there is nothing to gain from a float32 copy.
-        output_shape: shape of the layer's output, `[*, outputs]`.
-        weight_shape: `[outputs, features]`.
-        bias: whether there is a bias to train.
+        like: `[*, outputs]`.
+        shapes: of the weight, `[outputs, features]`, and the bias.
         transposed: whether the weight is stored as `[features, outputs]` instead.
     """
 
+    takes_bfloat16 = True
+
     def __init__(
-        self,
-        input: Tensor,
-        output_shape: torch.Size,
-        weight_shape: torch.Size,
-        bias: bool,
-        transposed: bool = False,
+        self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes, transposed: bool = False
     ) -> None:
-        super().__init__(weight_shape, bias)
+        super().__init__(like, shapes)
+        (input,), self.transposed = inputs, transposed
         self.input = input.reshape(-1, input.shape[-1])
-        self.output_shape = output_shape
-        self.transposed = transposed
         self.coarse = input.dtype == torch.bfloat16
         self._rotated: Tensor | None = None
-        self.sizes = Sizes(1, self.input.shape[0], input.shape[-1] + self.ones, output_shape[-1])
+        self.sizes = Sizes(1, self.input.shape[0], input.shape[-1] + self.ones, like.shape[-1])
+
+    @classmethod
+    def without_samples(cls, shapes: Shapes, transposed: bool = False) -> "LinearTransfer":
+        """A transfer that has no samples."""
+        assert shapes[0] is not None
+        features, outputs = shapes[0] if transposed else shapes[0][::-1]
+        return cls([nothing(features)], nothing(outputs), shapes, transposed)
 
     def with_rows(self, A: Tensor) -> "LinearTransfer":
         """A call of the same layer with the rows `A [samples, features]`, the ones column left out."""
-        shape = torch.Size([len(A), self.sizes.outputs])
-        return LinearTransfer(A, shape, self.weight_shape, self.bias, self.transposed)
+        outputs = self.sizes.outputs
+        like, bias = A.new_empty(()).expand(len(A), outputs), torch.Size([outputs]) if self.bias else None
+        return LinearTransfer([A], like, [self.weight_shape, bias], self.transposed)
 
     def to_samples(self, G: Tensor) -> Tensor:
         """Leading dimensions flattened."""
@@ -119,26 +120,3 @@ class LinearTransfer(Affine):
 
     def _weight(self, columns: Tensor) -> Tensor:
         return columns[0] if self.transposed else super()._weight(columns)
-
-
-@dataclass(frozen=True)
-class LinearCall(LayerCall):
-    """A call of a linear layer; `transposed` as in `LinearTransfer`."""
-
-    transposed: bool = False
-    takes_bfloat16 = True
-
-    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> Affine:
-        """The transfer of this call."""
-        (input,), (weight, bias) = inputs, shapes
-        if weight is None:
-            return bias_alone(bias, like)
-        return LinearTransfer(input, like.shape, weight, bias is not None, self.transposed)
-
-    def layout(self, shapes: Shapes) -> Affine:
-        """The transfer without samples."""
-        weight, bias = shapes
-        if weight is None:
-            return bias_alone(bias)
-        features, outputs = weight if self.transposed else weight[::-1]
-        return self.transfer([without_samples(features)], without_samples(outputs), shapes)

@@ -1,12 +1,13 @@
 """Scale and shift after a normalisation: every channel is a group with two features and one output.
 
 The normalised input x̂ does not depend on γ and β, so the layer is linear in them. It is computed again in
-backward, from the input that BackProp saves as well. A bias of any layer whose weight is not trained is such a shift.
+backward, from the input that BackProp saves as well. The bias of any layer
+whose weight is not trained is such a shift.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,31 +16,50 @@ from torch.nn import functional
 from proxprop.solvers import FEATURE, MATRIX_FREE, Sizes
 from proxprop.solvers.matmul import wide
 from proxprop.transfer.affine import Affine
-from proxprop.transfer.transfer import LayerCall, Parameters, Shapes, without_samples
+from proxprop.transfer.transfer import Parameters, Shapes, nothing
 
 
 class NormTransfer(Affine):
     """`Y = γ·X̂ + β`, channel by channel.
 
     Args:
-        normalized: x̂, in the layer's layout and the precision to solve in.
-        axis: the axis of x̂ that is the first of γ and β.
-        shape: the shape of γ and β.
-        scale: whether γ is trained.
-        bias: whether there is a β to train.
+        inputs: what x̂ is computed from; none where there are no samples or γ is not trained.
+        like: a tensor of the output's shape.
+        shapes: of γ and β.
+        normalize: from inputs to x̂, as one of `torch.nn.functional` with its options.
+        axis: the axis that holds channels, counted from the last where it is negative; None where γ has the shape of
+            the last axes.
     """
 
     spaces = (FEATURE, MATRIX_FREE)
 
-    def __init__(self, normalized: Tensor, axis: int, shape: torch.Size, scale: bool, bias: bool) -> None:
-        super().__init__(shape, bias)
-        self.normalized, self.scale = normalized, scale
-        first = axis % normalized.dim()
-        channels = range(first, first + len(shape))
-        self.broadcast = [size if i in channels else 1 for i, size in enumerate(normalized.shape)]
-        self.sums = [i for i in range(normalized.dim()) if i not in channels]
-        samples = prod(normalized.shape[i] for i in self.sums)
-        self.sizes = Sizes(shape.numel(), samples, int(scale) + self.ones, 1)
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        like: Tensor,
+        shapes: Shapes,
+        normalize: Callable[..., Tensor] | None = None,
+        axis: int | None = None,
+    ) -> None:
+        super().__init__(like, shapes)
+        self.normalized = normalize(*inputs) if normalize is not None else like
+        self.scale = shapes[0] is not None
+        first = (-len(self.weight_shape) if axis is None else axis) % like.dim()
+        channels = range(first, first + len(self.weight_shape))
+        self.broadcast = [size if i in channels else 1 for i, size in enumerate(like.shape)]
+        self.sums = [i for i in range(like.dim()) if i not in channels]
+        samples = prod([like.shape[i] for i in self.sums])
+        self.sizes = Sizes(self.weight_shape.numel(), samples, int(self.scale) + self.ones, 1)
+
+    @classmethod
+    def without_samples(cls, shapes: Shapes, *options: Any) -> "NormTransfer":
+        """A transfer that has no samples."""
+        return cls([], nothing(*(shapes[0] or shapes[1] or [0])), shapes)
+
+    @classmethod
+    def channel_axis(cls, normalize: Callable[..., Tensor], axis: int | None = None) -> int | None:
+        """As given to the class."""
+        return axis
 
     def gram(self) -> Tensor:
         """`[[Σx̂², Σx̂], [Σx̂, N]]` for every channel, by sums in place."""
@@ -80,49 +100,6 @@ class NormTransfer(Affine):
     def _sum(self, values: Tensor) -> Tensor:
         """Sum over everything but channels."""
         return values.sum(self.sums, dtype=wide(values)) if self.sums else values.to(wide(values))
-
-
-def bias_alone(bias: torch.Size | None, output: Tensor | None = None, axis: int = -1) -> NormTransfer:
-    """The transfer of a layer whose weight is not trained.
-
-    Args:
-        bias: the bias's shape; None where nothing is trained.
-        output: a tensor of the output's shape; None for a transfer without samples.
-        axis: the output's axis that is the bias's.
-    """
-    shape = bias or torch.Size([0])
-    if output is None:
-        output, axis = without_samples(*shape), 1
-    return NormTransfer(output, axis, shape, scale=False, bias=True)
-
-
-@dataclass(frozen=True)
-class NormCall(LayerCall):
-    """A call of a normalisation layer.
-
-    Attributes:
-        normalize: from the saved tensors to x̂, as one of `torch.nn.functional` with its options.
-        axis: the axis that holds channels, counted from the last where it is negative; None where γ has the shape of
-            the last axes.
-    """
-
-    normalize: Callable[..., Tensor]
-    axis: int | None = None
-
-    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> NormTransfer:
-        """The transfer of this call."""
-        weight, bias = shapes
-        shape = weight or bias
-        assert shape is not None
-        axis = -len(shape) if self.axis is None else self.axis
-        return NormTransfer(self.normalize(*inputs), axis, shape, weight is not None, bias is not None)
-
-    def layout(self, shapes: Shapes) -> NormTransfer:
-        """The transfer without samples."""
-        weight, bias = shapes
-        shape = weight or bias
-        assert shape is not None
-        return NormTransfer(without_samples(*shape), 1, shape, weight is not None, bias is not None)
 
 
 def batch_norm(

@@ -1,4 +1,4 @@
-"""What every transfer offers: the linear map `φ(·, a)` from a layer's parameters to its output. And how it is made."""
+"""What every transfer offers: the linear map `φ(·, a)` from a layer's parameters to its output."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -46,12 +46,34 @@ class Transfer(ABC):
     A transfer speaks two layouts and translates between them: the layer's own (its parameters, its output)
     and the system's (`V [groups, features, outputs]`, `Y [groups, samples, outputs]`). It implements the methods of
     the spaces that it names.
+
+    Args:
+        inputs: the tensors that the layer was called with, floating ones in the precision to solve in.
+        like: a tensor of the output's shape in that precision.
+        shapes: the parameters' shapes.
+        *options: what else this kind of layer needs.
     """
 
     spaces: ClassVar[tuple[str, ...]] = SPACES
     sizes: Sizes
+    takes_bfloat16: ClassVar[bool] = False
+    """Whether bfloat16 tensors are taken as they are."""
     coarse: bool = False
     """Whether inputs and gradients come in bfloat16: a solve need not be more precise."""
+
+    @abstractmethod
+    def __init__(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes, *options: Any) -> None:
+        pass
+
+    @classmethod
+    def without_samples(cls, shapes: Shapes, *options: Any) -> "Transfer":
+        """A transfer that knows the system's sizes and how parameters lie in it, and has no samples.
+
+        Args:
+            shapes: the parameters' shapes, or those of a share of the outputs.
+            *options: as for the class.
+        """
+        raise NotImplementedError(f"{cls.__name__} has no layout without samples")
 
     @abstractmethod
     def output(self, parameters: Parameters) -> Tensor:
@@ -122,34 +144,6 @@ class Transfer(ABC):
         return NotImplementedError(f"{type(self).__name__} has no {what}")
 
 
-class LayerCall(ABC):
-    """How a layer was called, without the tensors: what its transfer is made from in backward.
-
-    A layer makes one for each call. It holds no tensor, so that it keeps no memory alive.
-    """
-
-    takes_bfloat16: ClassVar[bool] = False
-    """Whether the transfer takes bfloat16 tensors as they are."""
-
-    @abstractmethod
-    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> Transfer:
-        """The transfer of this call.
-
-        Args:
-            inputs: the tensors that were saved, floating ones in the precision to solve in.
-            like: a tensor of the output's shape in that precision.
-            shapes: the parameters' shapes.
-        """
-
-    def layout(self, shapes: Shapes) -> Transfer:
-        """The transfer without samples: it knows the system's sizes and how parameters lie in it.
-
-        Args:
-            shapes: the parameters' shapes, or those of a share of the outputs.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no layout without samples")
-
-
-def without_samples(*shape: int, **options: Any) -> Tensor:
-    """A tensor `[0, *shape]` without memory, to make a layout from."""
+def nothing(*shape: int, **options: Any) -> Tensor:
+    """A tensor `[0, *shape]` without memory, to make a transfer without samples from."""
     return torch.empty(0, *shape, device="meta", **options)
