@@ -179,9 +179,11 @@ def refusal(module: nn.Module) -> str:
     return found.refusal(module) if found is not None else ""
 
 
-def unknown(module: nn.Module) -> str:
-    """Why a module's class can't be converted unless it is asked for."""
+def obstacle(module: nn.Module) -> str:
+    """Why a module can't be converted, or not unless its class is asked for; empty if it can."""
     kind = plain_class(module)
+    if (why := refusal(module)) or known(kind) is not None:
+        return why
     if is_parametrized(module):
         return PARAMETRIZED
     if isinstance(module, LazyModuleMixin):
@@ -216,7 +218,7 @@ def _tell(
             asked.append(f"{name} (the last layer)")
         elif module in excluded:
             asked.append(f"{name} (excluded)")
-        elif why := refusal(module) or ("" if known(kind) else unknown(module)):
+        elif why := obstacle(module):
             unasked.append(f"{name} ({why})")
         else:
             asked.append(f"{name} (no {wanted.words})")

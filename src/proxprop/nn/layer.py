@@ -148,7 +148,11 @@ class ProximalLayer(nn.Module):
     @classmethod
     def derived(cls, plain: type[nn.Module]) -> type["ProximalLayer"]:
         """The class that stands for `plain`, whose other attributes it keeps; the same one every time."""
-        return _mix(cls.mixin or cls, plain)
+        mixin = cls.mixin or cls
+        if (mixin, plain) not in _derived:
+            attributes = {"plain": plain, "mixin": mixin}
+            _derived[mixin, plain] = type(f"Proximal{plain.__name__}", (mixin, plain), attributes)
+        return _derived[mixin, plain]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a class that was derived by what it was made from: it has no importable name."""
@@ -303,18 +307,11 @@ class ProximalLayer(nn.Module):
         return ", ".join(filter(None, [super().extra_repr(), *shown]))
 
 
-_mixed: dict[tuple[type[ProximalLayer], type[nn.Module]], type[ProximalLayer]] = {}
-
-
-def _mix(mixin: type[ProximalLayer], plain: type[nn.Module]) -> type[ProximalLayer]:
-    if (mixin, plain) not in _mixed:
-        attributes = {"plain": plain, "mixin": mixin}
-        _mixed[mixin, plain] = type(f"Proximal{plain.__name__}", (mixin, plain), attributes)
-    return _mixed[mixin, plain]
+_derived: dict[tuple[type[ProximalLayer], type[nn.Module]], type[ProximalLayer]] = {}
 
 
 def _remake(mixin: type[ProximalLayer], plain: type[nn.Module]) -> nn.Module:
-    kind = _mix(mixin, plain)
+    kind = mixin.derived(plain)
     return kind.__new__(kind)
 
 

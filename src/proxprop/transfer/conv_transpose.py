@@ -63,10 +63,7 @@ class ConvTransposeTransfer(ConvTransfer):
         space = batched.shape[2:]
         spread = [(size - 1) * step + 1 for size, step in zip(space, g.stride, strict=True)]
         result = batched.new_zeros(*batched.shape[:2], *spread)
-        entries = result
-        for axis, step in enumerate(g.stride):
-            entries = entries[(slice(None),) * (2 + axis) + (slice(None, None, step),)]
-        entries.copy_(batched)
+        result[:, :, *[slice(None, None, step) for step in g.stride]] = batched
         borders = []
         for axis in reversed(range(self.dimensions)):
             reach = g.dilation[axis] * (g.filter_size[axis] - 1)
@@ -76,13 +73,9 @@ class ConvTransposeTransfer(ConvTransfer):
 
     def _extra(self) -> list[int]:
         """The output padding that the call took, read off its output's shape."""
-        g = self.geometry
-        inputs, outputs = self.batched.shape[2:], self.batched_shape[2:]
-        return [
-            outputs[i]
-            - ((inputs[i] - 1) * g.stride[i] - sum(g.padding[i]) + g.dilation[i] * (g.filter_size[i] - 1) + 1)
-            for i in range(self.dimensions)
-        ]
+        g, sizes = self.geometry, (self.batched_shape[2:], self.batched.shape[2:])
+        walks = zip(*sizes, g.stride, g.padding, g.dilation, g.filter_size, strict=True)
+        return [n - (m - 1) * step + sum(pad) - e * (k - 1) - 1 for n, m, step, pad, e, k in walks]
 
     def _windows(self, padded: Tensor) -> Tensor:
         """Taps in reverse order."""
