@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from cases import relative_error
 from proxprop import tuning
 from proxprop.nn.conv import geometry
-from proxprop.transfer import ConvTransfer, ConvTransposeTransfer, LayerCall, LinearTransfer, conv, conv_gram
+from proxprop.transfer import ConvTransfer, ConvTransposeTransfer, LayerCall, LinearTransfer, conv
+from transfer.image_rows import ByImageRows
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -39,9 +40,9 @@ CONVOLUTIONS = {
 }
 
 
-def convolution(name: str, X: Tensor, G: Tensor) -> ConvTransfer:
+def convolution(name: str, X: Tensor, G: Tensor, kind: type[ConvTransfer] = ConvTransfer) -> ConvTransfer:
     layer = CONVOLUTIONS[name]
-    kind = ConvTransposeTransfer if name == "transposed" else ConvTransfer
+    kind = ConvTransposeTransfer if name == "transposed" else kind
     shapes = [p.shape if p is not None else None for p in (layer.weight, layer.bias)]
     return kind([X], G, shapes, geometry(layer))
 
@@ -58,20 +59,19 @@ def test_a_bias_alone_is_solved_in_float32() -> None:
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
-@pytest.mark.parametrize("device", ["as on a CPU", "as on a GPU"])
+@pytest.mark.parametrize("kind", [ConvTransfer, ByImageRows], ids=["as on a CPU", "as on a GPU"])
 def test_a_convolution_takes_bfloat16_as_it_is(
-    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: type[ConvTransfer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "PATCHES_MOST_NUMBERS", 2**11)  # a few images
     monkeypatch.setattr(tuning, "FLOAT32_COPY_MOST_NUMBERS", 2**9)
-    if device == "as on a GPU":
-        monkeypatch.setattr(conv_gram, "ROW_DEVICES", ("cpu", "cuda"))
+    if kind is ByImageRows:
         monkeypatch.setattr(tuning, "CPU_PATCHES_MOST_NUMBERS", 0)
     layer, generator = CONVOLUTIONS[name], torch.Generator().manual_seed(0)
     dimensions = len(layer.kernel_size)
     X = torch.randn(5, layer.in_channels, *[8] * dimensions, generator=generator).bfloat16()
     G = torch.randn(layer(X.float()).shape, generator=generator).bfloat16()
-    halved, whole = (convolution(name, x, G) for x in (X, X.float()))
+    halved, whole = (convolution(name, x, G, kind) for x in (X, X.float()))
     groups, _, features, outputs = whole.sizes
     V = torch.randn(groups, features, outputs, generator=generator)
     assert halved.coarse

@@ -79,12 +79,6 @@ def _setting(name: str) -> Any:
     return property(read, write, doc=f"`{name}` of `proxprop.convert`; what is written to it is checked.")
 
 
-_OWN = (
-    "_settings", "_layer_name", "_failures", "_observer", "_planned", "_attached", "_turn", "_checked",
-)  # fmt: skip
-"""Attributes that a plain layer does not have."""
-
-
 class ProximalLayer(nn.Module):
     """A layer with torch's own forward, whose parameters receive their proximal direction in backward.
 
@@ -109,6 +103,7 @@ class ProximalLayer(nn.Module):
     _planned: Planned | None
     _attached: Attachment | None
     _turn: int
+    _checked: bool
 
     solver = _setting("solver")
     tau_theta = _setting("tau_theta")
@@ -198,8 +193,8 @@ class ProximalLayer(nn.Module):
         self._failures.note(self._layer_name, failed, self._settings.solver.failure)
 
     def _abandon(self) -> None:
-        """Become the plain class again, without what `_adopt` set."""
-        for name in _OWN:
+        """Become the plain class again, without the attributes that are declared above."""
+        for name in ProximalLayer.__annotations__:
             vars(self).pop(name, None)
         self.__class__ = self.plain  # type: ignore[assignment]
 
