@@ -23,20 +23,9 @@ from unittest import mock
 
 import torch
 from networks import NETWORKS, Network
-from step import (
-    as_timed,
-    command,
-    environment,
-    held_memory,
-    memory_of,
-    prepare,
-    quartiles,
-    save,
-    set_precision,
-    take_workspaces,
-    timed,
-)
+from step import command, environment, quartiles, save, set_precision, timed
 from torch import Tensor
+from ways import as_timed, held_memory, memory_of, prepare, take_workspaces
 
 from proxprop import device, direction, tuning
 from proxprop.kernels.launch import Launches
@@ -227,7 +216,7 @@ def measured(name: str, network: str, method: str, precision: str, options: argp
     """A row; one that says why where a step fails."""
     path = PATHS[name]
     start = partial(Row, name, network, method, precision, path.way)
-    way = argparse.Namespace(**vars(options), eager=path.way == "eager", passes=False)
+    way = argparse.Namespace(**vars(options), way="graph" if path.way == "captured" else "eager")
     try:
         return start(**compare(path, KNOWN[network], method, precision, way))
     except Exception as error:  # whatever it is, other paths can still be measured

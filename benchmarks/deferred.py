@@ -19,8 +19,9 @@ from statistics import median
 
 import torch
 from networks import NETWORKS, Network
-from step import Row, environment, held_memory, make_optimizers, peak_memory, row, save, take_workspaces
+from step import Row, environment, numbers, save
 from torch import nn
+from ways import held_memory, make_optimizers, peak_memory, take_workspaces
 
 import proxprop
 from proxprop import Exact, Running
@@ -83,9 +84,13 @@ def measure(network: Network, precision: str, options: argparse.Namespace) -> li
     for _ in range(options.rounds):
         for method, step in steps.items():
             times[method].append(seconds(step, options.device, STEPS) * 1e3)
-    base, predicted = times["backprop"], dict.fromkeys(METHODS)  # no FLOP model of deferred steps
-    ratios = {m: [one / other for one, other in zip(times[m], base, strict=True)] for m in METHODS}
-    return [row(network.name, m, precision, times[m], ratios[m], predicted, memory) for m in METHODS]
+    ratios = {
+        m: [one / other for one, other in zip(times[m], times["backprop"], strict=True)] for m in METHODS
+    }
+    shares = {m: memory[m] / memory["backprop"] if memory["backprop"] else None for m in METHODS}
+    return [
+        Row(network.name, m, precision, **numbers(times[m], ratios[m]), memory=shares[m]) for m in METHODS
+    ]
 
 
 def prepare(network: Network, method: str, device: str) -> tuple[nn.Module, Callable[[], None]]:

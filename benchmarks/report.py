@@ -9,6 +9,7 @@ from pathlib import Path
 from networks import NETWORKS
 from step import METHODS, PRECISIONS
 from tables import table
+from ways import WAYS
 
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "results" / "bench"
@@ -18,6 +19,22 @@ GOALS = {
     ("mlp-500", "cpu"): {"cg1": 1.15, "cg3": 1.3, "cg10": 2.0, "exact": 1.15},
     ("convnet-500", "cpu"): {"cg3": 1.35, "cg10": 1.4, "exact": 1.4},
 }
+WAYS_GOALS = {
+    ("mlp-500", "fp32", "eager"): {"cg3": 1.35, "exact": 1.40},
+    ("mlp-500", "tf32", "eager"): {"cg3": 1.40, "exact": 1.45},
+    ("mlp-500", "tf32", "compile"): {"cg1": 1.2, "cg3": 1.3, "exact": 1.35},
+    ("mlp-500", "tf32", "reduce-overhead"): {"cg3": 1.05, "exact": 1.25},
+    ("mlp-500", "tf32", "graph"): {"cg1": 1.0, "cg3": 1.10, "exact": 1.15},
+    ("resnet18-last-128", "bf16", "eager"): {"cg1": 1.6, "cg3": 1.8, "exact": 2.3},
+    ("resnet18-last-128", "bf16", "compile"): {"cg1": 1.6, "cg3": 1.8, "exact": 2.3},
+    ("resnet18-last-128", "bf16", "graph"): {"cg1": 1.5, "cg3": 1.7, "exact": 2.2},
+    ("gpt2-8x1024", "bf16", "eager"): {"cg1": 1.35, "cg3": 1.5, "exact": 1.9},
+    ("gpt2-8x1024", "bf16", "compile"): {"cg1": 1.35, "cg3": 1.5, "exact": 1.9},
+    ("autoencoder-1000", "tf32", "eager"): {"cg3": 1.7, "exact": 1.7},
+    ("digits-100", "fp32", "eager"): {"cg3": 1.8, "exact": 1.6},
+}
+"""What a network's step may cost in each way, by its precision."""
+
 PAPER = {"mlp-500": {"cg3": 2.75, "exact": 6.3}, "convnet-500": {"cg3": 3.1, "cg10": 7.0}}
 """Ratios read off the paper's own time axes (a Titan X)."""
 
@@ -78,6 +95,13 @@ FLOPs. A choice would be wrong if a pinned space were 1.3 times as fast, a ratio
 differs from 1 by noise, and by which method ran before it.
 """
 
+IN_EVERY_WAY = """## The same step in every way to run it
+
+`eager` is a script as it is, `compile` calls `torch.compile(model)`, `reduce-overhead` is its mode of that name,
+`passes` is `torch.cuda.make_graphed_callables(model, (x,))`, and `graph` captures the whole step. BackProp's step is
+run in the same way. A ratio is followed by what it may be, where a goal was set.
+"""
+
 LIMITS = """## Where it falls short, and why
 
 - **GPU in TF32, the MLP**: BackProp's whole step takes {step:.2f} ms there. An iteration takes {iteration:.0f} µs for
@@ -127,6 +151,7 @@ def main() -> None:
     ):
         print(f"## {title}\n")
         print_steps(read(name))
+    print_ways()
     print(MEMORY.format(**most_on_a_cpu()))
     print(over_the_limit())
     print(GROWTH)
@@ -141,9 +166,48 @@ def main() -> None:
 
 
 def read(name: str) -> dict:
-    """A record."""
+    """A record, with the rows that have an error apart."""
     record: dict = json.loads((BENCH / f"{name}.json").read_text())
-    return record
+    failed = [row for row in record["rows"] if row.get("error")]
+    return record | {"rows": [row for row in record["rows"] if row not in failed], "failed": failed}
+
+
+def print_ways() -> None:
+    """The records of several ways, where there are any."""
+    if found := sorted(BENCH.glob("*-ways*.json")):
+        print(IN_EVERY_WAY)
+    for path in found:
+        record = read(path.stem)
+        print(environment(record))
+        print(ways(record["rows"]))
+        print("".join(f"{failure(row)}\n\n" for row in record["failed"]), end="")
+        if missing := not_reached(record):
+            print(missing)
+
+
+def ways(rows: list[dict]) -> str:
+    """A row a network, precision and way: BackProp's milliseconds, and every method's ratio beside its goal."""
+    methods = [m for m in METHODS if any(row["method"] == m for row in rows)]
+    found = {(row["network"], row["precision"], row["way"], row["method"]): row for row in rows}
+    lines = []
+    for place in dict.fromkeys(key[:3] for key in found):
+        of = {method: found.get((*place, method), {}) for method in ("backprop", *methods)}
+        goals = WAYS_GOALS.get(place, {})
+        took = [number(of["backprop"].get("milliseconds"))]
+        ratios = [number(of[m].get("ratio")) + (f" ({goals[m]:.2f})" if m in goals else "") for m in methods]
+        memory = [number(of[m].get("memory")) for m in ("cg3", "exact") if m in of]
+        lines.append([f"{place[0]}, {place[1]}", place[2], *took, *ratios, *memory])
+    held = [f"memory, {m}" for m in ("cg3", "exact") if m in methods]
+    return table(["network, precision", "way", "BackProp, ms", *methods, *held], lines)
+
+
+def number(value: float | None) -> str:
+    return f"{value:.2f}" if value is not None else "–"
+
+
+def failure(row: dict) -> str:
+    place = f"{row['network']} in {row['precision']}, {row['way']}, {row['method']}"
+    return f"Not timed: {place}: `{row['error']}`"
 
 
 def print_steps(record: dict) -> None:
@@ -169,10 +233,9 @@ def steps(rows: list[dict], precision: str) -> str:
     lines = []
     for network in dict.fromkeys(row["network"] for row in rows):
         of = {row["method"]: row for row in rows if row["network"] == network}
-        ratios = [f"{of[m]['ratio']:.2f}" if m in of else "–" for m in methods]
-        cg3 = of.get("cg3", {})
-        last = [f"{cg3[name]:.2f}" if cg3.get(name) else "–" for name in ("predicted", "memory")]
-        lines.append([network, f"{of['backprop']['milliseconds']:.2f}", *ratios, *last])
+        ratios = [number(of.get(m, {}).get("ratio")) for m in methods]
+        last = [number(of.get("cg3", {}).get(name)) for name in ("predicted", "memory")]
+        lines.append([network, number(of["backprop"]["milliseconds"]), *ratios, *last])
     return table([precision, "BackProp, ms", *methods, "FLOPs predict for cg3", "memory, cg3"], lines)
 
 
@@ -226,8 +289,16 @@ def not_reached(record: dict) -> str:
     words = record["command"].split()
     networks = [word for word in words if word in NETWORKS]
     precisions = [word for word in words if word in PRECISIONS] or ["fp32"]
-    found = {(row["network"], row["precision"]) for row in record["rows"]}
-    missing = {name: [p for p in precisions if (name, p) not in found] for name in networks}
+    asked = [word for word in words if word in WAYS] or [None]
+    found = {
+        (row["network"], row["precision"], row.get("way")) for row in [*record["rows"], *record["failed"]]
+    }
+    if asked == [None]:
+        found = {(network, precision, None) for network, precision, _ in found}
+    missing = {
+        name: [f"{p} {way}" if way else p for p in precisions for way in asked if (name, p, way) not in found]
+        for name in networks
+    }
     shown = [f"{name} in {' and '.join(lacks)}" for name, lacks in missing.items() if lacks]
     return f"Not reached before the run was ended: {', '.join(shown)}.\n" if shown else ""
 

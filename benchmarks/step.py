@@ -2,38 +2,40 @@
 
     python benchmarks/step.py                                  # the paper's two networks at batch 500
     python benchmarks/step.py --networks all --out results/bench/cpu.json
+    python benchmarks/step.py --ways eager compile             # in several ways, BackProp's step in the same one
     python benchmarks/step.py --spaces                         # also every space pinned, to check the plan
 
-A step is forward, backward and optimizer. On a GPU both sides are captured in CUDA graphs and timed with events;
-on a CPU with `torch.utils.benchmark`. Each round times every method once, and BackProp before and after it, so that a
-ratio compares neighbours in time; the median over rounds is printed with its quartiles. Needs torch alone;
-PYTHONPATH=src where proxprop is not installed.
+A step is forward, backward and optimizer. `ways.py` says in which ways it runs; unless told otherwise it is captured
+in a CUDA graph on a GPU, and eager on a CPU. A GPU is timed with events, a CPU with `torch.utils.benchmark`. Each
+round times every method once, and BackProp before and after it, so that a ratio compares neighbours in time; the
+median over rounds is printed with its quartiles. What fails is recorded with its error, and the rest goes on. Needs
+torch alone; PYTHONPATH=src where proxprop is not installed.
 """
 
 import argparse
-import gc
 import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
+from math import inf
 from pathlib import Path
 from statistics import median, quantiles
-from unittest import mock
 
 import torch
 from networks import NETWORKS, Network
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.benchmark import Timer
+from ways import SOLVERS, WAYS, Step, as_timed, held_memory, memory_of, prepare, take_workspaces, usual
 
 import proxprop
-from proxprop import CG, Exact, tuning
-from proxprop import device as rules
 
 PRECISIONS = ("fp32", "tf32", "bf16")
 METHODS = ("cg1", "cg3", "cg10", "exact", "adam", "muon", "isaac")
@@ -43,22 +45,22 @@ HOPELESS = 5
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 """Set to 1, it has torch ask for huge pages for all large arrays on a CPU, BackProp's too."""
 
-SOLVERS = {"cg1": CG(1), "cg3": CG(3), "cg10": CG(10), "exact": Exact()}
-
 
 @dataclass(frozen=True)
 class Row:
-    """One method on one network: milliseconds, and its ratio to BackProp's step in the same round."""
+    """One method on one network: milliseconds, and its ratio to BackProp's step in the same round, or its error."""
 
     network: str
     method: str
     precision: str
-    milliseconds: float
-    ratio: float
-    low: float
-    high: float
-    predicted: float | None
-    memory: float | None
+    milliseconds: float | None = None
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    predicted: float | None = None
+    memory: float | None = None
+    way: str | None = None
+    error: str | None = None
 
 
 def main() -> None:
@@ -66,10 +68,10 @@ def main() -> None:
     torch.manual_seed(0)
     take_workspaces(options.device)
     head, rows = {"command": command(), "environment": environment(options.device)}, []
-    for name in list(NETWORKS) if options.networks == ["all"] else options.networks:
-        for precision in options.precisions:
-            rows += measure(NETWORKS[name], options, precision)
-            save({**head, "rows": [asdict(row) for row in rows]}, options.out)
+    names = list(NETWORKS) if options.networks == ["all"] else options.networks
+    for name, precision, way in product(names, options.precisions, options.ways):
+        rows += measure(NETWORKS[name], argparse.Namespace(**vars(options), way=way), precision)
+        save({**head, "rows": [asdict(row) for row in rows]}, options.out)
     print_table(rows)
 
 
@@ -96,53 +98,105 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", default=["cg1", "cg3", "cg10", "exact"], choices=METHODS)
     parser.add_argument("--precisions", nargs="+", default=["fp32"], choices=PRECISIONS)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help="to run a step; see ways.py")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--spaces", action="store_true", help="also time every space pinned")
-    graphs = parser.add_mutually_exclusive_group()
-    graphs.add_argument("--eager", action="store_true", help="do not capture steps in CUDA graphs")
-    graphs.add_argument(
-        "--passes",
-        action="store_true",
-        help="capture the forward and the backward pass by torch.cuda.make_graphed_callables, not the optimizer",
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=inf,
+        help="begin with no other method after so many, but time what is ready",
     )
     parser.add_argument("--out", type=Path, help="write the rows and the environment as JSON")
     options = parser.parse_args()
-    if options.passes and (options.device == "cpu" or options.spaces or "bf16" in options.precisions):
-        parser.error("--passes is for a GPU, without --spaces, in fp32 and tf32")
+    options.ways = options.ways or [usual(options.device)]
+    options.deadline = time.monotonic() + options.seconds
+    if options.device == "cpu" and (missing := [way for way in options.ways if WAYS[way].needs_gpu]):
+        parser.error(f"needs a GPU: {', '.join(missing)}")
     return options
 
 
 def measure(network: Network, options: argparse.Namespace, precision: str) -> list[Row]:
-    """Time every method on one network, round by round."""
+    """Time every method on one network in one way, round by round."""
     set_precision(precision)
-    variants = [("backprop", None)] + [(method, None) for method in options.methods]
-    if options.spaces:
-        variants += [(m, space) for m in options.methods if m in SOLVERS for space in SOLVERS[m].spaces]
-    steps, memory, predicted = {}, {}, {}
-    for method, space in variants:
+    torch.compiler.reset()
+    built: dict[str, Built] = {}
+    errors: dict[str, str] = {}
+    for method, space in variants(options):
         name = f"{method}/{space}" if space else method
+        chosen = built[method].predicted if space and method in built else None
         try:
-            others = held_memory(options.device)
-            model, step = prepare(network, method, space, options, precision)
-            predicted[name] = None if options.passes else prediction(network, model, options.device)
-            if space and predicted[name] > HOPELESS * predicted[method]:
-                raise ValueError(
-                    f"{predicted[name] / predicted[method]:.0f} times the FLOPs of the chosen space"
-                )
-            again = partial(prepare, network, method, space, options, precision)
-            memory[name] = memory_of(step, again, others, options)
-            steps[name] = as_timed(step, options)
-        except (
-            RuntimeError,
-            ImportError,
-            ValueError,
-            AssertionError,
-        ) as error:  # isaac asserts what it takes
-            print(f"{network.name} {name}: not timed: {str(error).splitlines()[0]}", file=sys.stderr)
-    times, ratios = timed(steps, options)
+            if time.monotonic() > options.deadline:
+                raise ValueError("no time was left")
+            built[name] = build(network, method, space, options, precision, chosen)
+        except Exception as error:  # whatever it is, other methods can still be measured
+            errors[name] = told(error, f"{network.name} {precision} {options.way} {name}")
+    start = partial(Row, network.name, precision=precision, way=options.way)
+    failed = [start(name, error=error) for name, error in errors.items()]
+    if "backprop" in errors:
+        return failed
+    try:
+        times, ratios = timed({name: of.step for name, of in built.items()}, options)
+    except Exception as error:
+        text = told(error, f"{network.name} {precision} {options.way}")
+        return failed + [start(name, error=text) for name in built]
     return [
-        row(network.name, name, precision, times[name], ratios[name], predicted, memory) for name in steps
-    ]
+        start(name, **numbers(times[name], ratios[name]), **built[name].beside(built["backprop"]))
+        for name in built
+    ] + failed
+
+
+def variants(options: argparse.Namespace) -> list[tuple[str, str | None]]:
+    """Each method, and the space it is pinned to."""
+    found: list[tuple[str, str | None]] = [(method, None) for method in ("backprop", *options.methods)]
+    if options.spaces:
+        found += [(m, space) for m in options.methods if m in SOLVERS for space in SOLVERS[m].spaces]
+    return found
+
+
+@dataclass(frozen=True)
+class Built:
+    """A step that is ready to be timed, the ratio that FLOPs predict for it, and the MiB it holds."""
+
+    step: Step
+    predicted: float | None
+    memory: float | None
+
+    def beside(self, base: "Built") -> dict[str, float | None]:
+        """What a row says of it beside BackProp's."""
+        share = self.memory / base.memory if self.memory and base.memory else None
+        return {"predicted": self.predicted, "memory": share}
+
+
+def build(
+    network: Network,
+    method: str,
+    space: str | None,
+    options: argparse.Namespace,
+    precision: str,
+    chosen: float | None,
+) -> Built:
+    """Make a step and run it until it is warm; `chosen` is what FLOPs predict for the space of the plan."""
+    began, others = time.perf_counter(), held_memory(options.device)
+    model, step = prepare(network, method, space, options, precision)
+    predicted = prediction(network, model, options.device)
+    if predicted and chosen and predicted > HOPELESS * chosen:
+        raise ValueError(f"{predicted / chosen:.0f} times the FLOPs of the chosen space")
+    again = partial(prepare, network, method, space, options, precision)
+    memory = memory_of(step, again, others, options)
+    ready = Built(as_timed(step, options), predicted, memory)
+    took = time.perf_counter() - began
+    print(f"{network.name} {precision} {options.way} {method}: ready after {took:.1f} s", file=sys.stderr)
+    return ready
+
+
+def told(error: Exception, where: str) -> str:
+    """An error in one line, of which stderr gets all."""
+    print(f"{where}: not timed", file=sys.stderr)
+    if not isinstance(error, (ImportError, ValueError)):
+        traceback.print_exception(error)
+    line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {line}"
 
 
 def set_precision(precision: str) -> None:
@@ -152,25 +206,8 @@ def set_precision(precision: str) -> None:
     torch.backends.cudnn.allow_tf32 = precision != "fp32"
 
 
-def captures(options: argparse.Namespace) -> bool:
-    """Whether whole steps are captured in CUDA graphs."""
-    return options.device != "cpu" and not (options.eager or options.passes)
-
-
-def as_timed(step: Callable, options: argparse.Namespace) -> Callable:
-    """The step in the way that is timed."""
-    return captured(step) if captures(options) else step
-
-
-def memory_of(step: Callable, again: Callable, others: int, options: argparse.Namespace) -> float | None:
-    """Most memory a step holds, in MiB, by what the device has to tell; `again` prepares the step anew."""
-    if options.device == "cpu":
-        return peak_memory_on_a_cpu(again)
-    return None if options.passes else peak_memory(step, options.device, others, captures(options))
-
-
 def timed(
-    steps: dict[str, Callable],
+    steps: dict[str, Step],
     options: argparse.Namespace,
     within: Callable[[str], AbstractContextManager] = nullcontext,
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
@@ -194,12 +231,10 @@ def timed(
     return times, ratios
 
 
-def row(
-    network: str, name: str, precision: str, times: list[float], ratios: list[float], predicted, memory
-) -> Row:
+def numbers(times: list[float], ratios: list[float]) -> dict[str, float]:
+    """What a row says of the rounds."""
     low, high = quartiles(ratios)
-    share = memory[name] / memory["backprop"] if memory["backprop"] else None
-    return Row(network, name, precision, median(times), median(ratios), low, high, predicted[name], share)
+    return {"milliseconds": median(times), "ratio": median(ratios), "low": low, "high": high}
 
 
 def quartiles(values: list[float]) -> tuple[float, float]:
@@ -208,80 +243,7 @@ def quartiles(values: list[float]) -> tuple[float, float]:
     return low, high
 
 
-def prepare(
-    network: Network, method: str, space: str | None, options: argparse.Namespace, precision: str
-) -> tuple[nn.Module, Callable]:
-    """A model and a function that takes one training step of it."""
-    torch.manual_seed(0)
-    device = options.device
-    model, x = network.model().to(device), network.input().to(device)
-    if method in SOLVERS:
-        proxprop.convert(model, SOLVERS[method], tau_theta=1.0, space=space)
-    elif method == "isaac":
-        replace_by_isaac(model)
-    with torch.no_grad():
-        y = network.target(model(x)).to(device)
-    optimizers = make_optimizers(model, method if method in ("adam", "muon") else network.optimizer, device)
-    run = torch.cuda.make_graphed_callables(model, (x,)) if options.passes else model
-
-    def step() -> None:
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=precision == "bf16"):
-            output = run(x)
-            loss = nn.functional.cross_entropy(output.flatten(0, -2), y.flatten())
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-    return model, step
-
-
-def make_optimizers(model: nn.Module, name: str, device: str) -> list[torch.optim.Optimizer]:
-    parameters = list(model.parameters())
-    capturable = {"capturable": True, "foreach": True} if device == "cuda" else {}
-    if name == "sgd":
-        return [torch.optim.SGD(parameters, lr=1e-6, momentum=0.95, nesterov=True)]
-    if name == "adam":
-        return [torch.optim.Adam(parameters, lr=1e-6, **capturable)]
-    matrices = [p for p in parameters if p.dim() == 2]
-    others = [p for p in parameters if p.dim() != 2]
-    return [torch.optim.Muon(matrices, lr=1e-6), torch.optim.Adam(others, lr=1e-6, **capturable)]
-
-
-def replace_by_isaac(model: nn.Module) -> None:
-    """Every linear layer but the last as `isaac.Linear`, the nearest relative: exact, bias left out."""
-    import isaac
-
-    layers = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
-    linear = [entry for entry in layers if type(entry[2]) is nn.Linear]
-    if len(linear) < 2:
-        raise ValueError("isaac has no layer for this network")
-    for parent, name, child in linear[:-1]:
-        new = isaac.Linear(child.in_features, child.out_features, bias=child.bias is not None, la=1.0)
-        setattr(parent, name, new.to(child.weight.device))
-
-
-def captured(step: Callable) -> Callable:
-    """The step as one CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    gc.collect()  # what is left of earlier steps would tie parameters to their streams
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-
-    def replay(kept: Callable = step) -> None:  # the graph reads memory that only `step` keeps alive
-        graph.replay()
-
-    return replay
-
-
-def milliseconds(step: Callable, device: str, least: float = 50.0) -> float:
+def milliseconds(step: Step, device: str, least: float = 50.0) -> float:
     """Mean time of a step over enough of them to fill `least` milliseconds."""
     if device == "cpu":
         timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
@@ -292,7 +254,7 @@ def milliseconds(step: Callable, device: str, least: float = 50.0) -> float:
     return _events(step, max(3, int(least / max(once, 1e-3))))
 
 
-def _events(step: Callable, times: int) -> float:
+def _events(step: Step, times: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(times):
@@ -300,65 +262,6 @@ def _events(step: Callable, times: int) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / times
-
-
-def take_workspaces(device: str) -> None:
-    """Let libraries take the memory that they keep for each thread and stream: it is not that of what comes first."""
-    if device == "cuda":
-        layers = nn.Sequential(*(nn.Linear(64, 64, device=device) for _ in range(tuning.STREAMS)))
-        model = proxprop.convert(layers, CG(1), include_last=True)
-        with as_if_captured():
-            model(torch.ones(8, 64, device=device)).sum().backward()
-
-
-@contextmanager
-def as_if_captured() -> Iterator[None]:
-    """Within, an eager step does what a captured one does; plain mocks would keep what they are asked about."""
-
-    def is_captured(tensor: torch.Tensor) -> bool:
-        return tensor.is_cuda
-
-    with mock.patch.object(rules, "is_captured", is_captured):
-        yield
-
-
-def held_memory(device: str) -> int:
-    """Bytes that are held before a step is made; only a GPU's allocator tells."""
-    gc.collect()
-    return torch.cuda.memory_allocated() if device == "cuda" else 0
-
-
-def peak_memory(step: Callable, device: str, others: int, captures: bool = False) -> float | None:
-    """Most memory a step holds, in MiB, without what `others` held; only a GPU's allocator tells.
-
-    The step is eager, but solves beside the backward pass if the one that is timed is captured, and so does.
-    """
-    if device == "cpu":
-        step()
-        return None
-    with as_if_captured() if captures else nullcontext():
-        step()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - others) / 2**20
-
-
-def peak_memory_on_a_cpu(prepared: Callable[[], tuple[nn.Module, Callable]]) -> float:
-    """Most memory a model, its optimizer and its second step hold, in MiB, as torch's profiler sees it allocated."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        _, step = prepared()
-        step()
-        with record_function("second step"):
-            step()
-    events = profiler.profiler.kineto_results.events()
-    begin = min(event.start_ns() for event in events if event.name() == "second step")
-    held, most = 0, 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        most = max(most, held) if event.start_ns() >= begin else most
-    return most / 2**20
 
 
 def prediction(network: Network, model: nn.Module, device: str) -> float | None:
@@ -386,16 +289,19 @@ def environment(device: str) -> dict[str, object]:
 
 
 def print_table(rows: list[Row]) -> None:
-    print(f"{'network':20}{'precision':10}{'method':20}{'ms':>9}{'ratio':>8}{'quartiles':>14}", end="")
+    print(
+        f"{'network':20}{'precision':10}{'way':16}{'method':20}{'ms':>9}{'ratio':>8}{'quartiles':>14}", end=""
+    )
     print(f"{'FLOPs say':>11}{'memory':>8}")
     for r in rows:
+        print(f"{r.network:20}{r.precision:10}{r.way or '':16}{r.method:20}", end="")
+        if r.error is not None:
+            print(f"  {r.error}")
+            continue
         predicted = f"{r.predicted:.2f}" if r.predicted else ""
         memory = f"{r.memory:.2f}" if r.memory else ""
         spread = f"{r.low:.2f}-{r.high:.2f}"
-        print(
-            f"{r.network:20}{r.precision:10}{r.method:20}{r.milliseconds:9.3f}{r.ratio:8.2f}{spread:>14}"
-            f"{predicted:>11}{memory:>8}"
-        )
+        print(f"{r.milliseconds:9.3f}{r.ratio:8.2f}{spread:>14}{predicted:>11}{memory:>8}")
 
 
 if __name__ == "__main__":

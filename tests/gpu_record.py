@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "results" / "gpu-tests.json"
 TESTS = [
     "tests/test_gpu.py",
+    "tests/test_gpu_compile.py",
+    "tests/test_replay.py",
     "tests/test_side_streams.py",
     "tests/test_counting.py",
     "tests/deferred/test_cuda.py",

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -196,6 +195,8 @@ class GraphNetwork(nn.Module):
 
 
 def gpt2() -> nn.Module:
+    import transformers  # here, because a machine with a GPU may not have it
+
     config = transformers.GPT2Config(
         vocab_size=17,
         n_positions=12,
@@ -209,10 +210,14 @@ def gpt2() -> nn.Module:
         eos_token_id=0,
         attn_implementation="eager",
     )
-    return transformers.GPT2LMHeadModel(config)
+    model = transformers.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # else it is logged that this is taken, which breaks a compiler's graph
+    return model
 
 
 def llama() -> nn.Module:
+    import transformers
+
     config = transformers.LlamaConfig(
         vocab_size=17,
         hidden_size=16,
@@ -229,23 +234,27 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-def photos() -> dict[str, Tensor]:
-    return {"x": randn(8, 3, 16, 16, seed=1)}
+def photos(batch: int = 8) -> dict[str, Tensor]:
+    return {"x": randn(batch, 3, 16, 16, seed=1)}
 
 
-def sentences() -> dict[str, Tensor]:
-    tokens = torch.randint(17, (4, 12), generator=torch.Generator().manual_seed(1))
+def scans(batch: int = 2) -> dict[str, Tensor]:
+    return {"x": randn(batch, 1, 16, 16, seed=1)}
+
+
+def sentences(batch: int = 4) -> dict[str, Tensor]:
+    tokens = torch.randint(17, (batch, 12), generator=torch.Generator().manual_seed(1))
     return {"input_ids": tokens, "labels": tokens}
 
 
-def words() -> dict[str, Tensor]:
-    return {"x": torch.randint(11, (8, 7), generator=torch.Generator().manual_seed(1))}
+def words(batch: int = 8) -> dict[str, Tensor]:
+    return {"x": torch.randint(11, (batch, 7), generator=torch.Generator().manual_seed(1))}
 
 
-def graph() -> dict[str, Tensor]:
-    edges = (randn(12, 12, seed=2) > 0.5).double()
-    edges = edges + edges.T + torch.eye(12)
-    return {"x": randn(12, 5, seed=1), "adjacency": edges / edges.sum(1, keepdim=True)}
+def graph(nodes: int = 12) -> dict[str, Tensor]:
+    edges = (randn(nodes, nodes, seed=2) > 0.5).double()
+    edges = edges + edges.T + torch.eye(nodes)
+    return {"x": randn(nodes, 5, seed=1), "adjacency": edges / edges.sum(1, keepdim=True)}
 
 
 @dataclass(frozen=True)
@@ -255,7 +264,7 @@ class ModelCase:
     Attributes:
         name: how the table calls it.
         make: builds it with random weights.
-        data: its arguments, the same every time, in float64.
+        data: its arguments, the same every time, in float64; for another size of batch where one is named.
         layers: names of converted layers whose directions are compared with an independent computation.
         explicit: names of modules that must stay explicit, and words that `summary` must say of each.
         module_types: classes to convert, where the default ones are not enough.
@@ -264,7 +273,7 @@ class ModelCase:
 
     name: str
     make: Callable[[], nn.Module]
-    data: Callable[[], dict[str, Tensor]]
+    data: Callable[..., dict[str, Tensor]]
     layers: tuple[str, ...]
     explicit: dict[str, str]
     module_types: Sequence[type[nn.Module]] | None = None
@@ -275,12 +284,12 @@ class ModelCase:
         torch.manual_seed(0)
         return self.make().double()
 
-    def loss(self, model: nn.Module) -> Tensor:
+    def loss(self, model: Callable, data: dict[str, Tensor] | None = None) -> Tensor:
         """Cross-entropy: a language model's own, else against fixed labels."""
-        output = model(**self.data())
+        output = model(**self.data() if data is None else data)
         if not isinstance(output, Tensor):
             return output.loss
-        return functional.cross_entropy(output, labels(output))
+        return functional.cross_entropy(output, labels(output).to(output.device))
 
 
 LAST = "the last layer"
@@ -321,7 +330,7 @@ MODELS = [
     ModelCase(
         "U-Net",
         UNet,
-        lambda: {"x": randn(2, 1, 16, 16, seed=1)},
+        scans,
         ("down1.0", "up2", "bottom.0", "merge1.2", "up1"),
         {"out": LAST},
     ),

@@ -8,19 +8,14 @@ from torch import Tensor, nn
 
 import proxprop
 from cases import randn, relative_error
+from compiling import quiet_compiler
 from layers import SelfAttention, embedded
 from proxprop import CG, Exact
 from training import assert_same, directions, images, small_model, whole_step
 
 works = pytest.mark.compatibility
 slow = pytest.mark.slow
-# torch's own: dynamo makes an instance of every autograd.Function, inductor calls what torch has deprecated.
-pytestmark = [
-    pytest.mark.usefixtures("fresh_compiler"),
-    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script(_method)?` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch._prims_common.check` is deprecated:FutureWarning"),
-]
+pytestmark = [pytest.mark.usefixtures("fresh_compiler"), *quiet_compiler]
 
 
 @works("`torch.compile` of the model, with and without `fullgraph`")
@@ -107,8 +102,6 @@ def test_under_autocast() -> None:
     assert_same(directions(model, input, compiled), directions(model, input, call), tolerance=1e-6)
 
 
-# dynamo itself reads the loss's .grad where it resumes after backward, with plain layers too
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @works("`torch.compile` of the whole step (forward, backward, optimizer)")
 @pytest.mark.parametrize(("solver", "optimizer", "tolerance"), [
     (CG(3), lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), 1e-9),

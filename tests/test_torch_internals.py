@@ -17,7 +17,12 @@ LEAF = torch.ones(2, requires_grad=True)
 
 OWNERS = {
     torch: ["_foreach_add_", "_foreach_copy_", "_foreach_mul_", "_foreach_norm"],
-    torch._C: ["_current_graph_task_id", "_len_torch_dispatch_stack", "_will_engine_execute_node"],
+    torch._C: [
+        "_construct_storage_from_data_pointer",
+        "_current_graph_task_id",
+        "_len_torch_dispatch_stack",
+        "_will_engine_execute_node",
+    ],
     torch._C._autograd: ["_top_saved_tensors_default_hooks"],
     torch._C._functorch: [
         "is_batchedtensor",
@@ -35,7 +40,7 @@ OWNERS = {
     nn.Conv2d: ["_conv_forward"],
     nn.ConvTranspose2d: ["_output_padding"],
     nn.Linear(1, 1): ["_backward_hooks", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_modules", "_parameters"],
-    LEAF: ["_base", "_nnz", "_post_accumulate_grad_hooks", "_version"],
+    LEAF: ["_backward_hooks", "_base", "_nnz", "_post_accumulate_grad_hooks", "_version"],
     LEAF.view(2).grad_fn: ["_sequence_nr", "_set_sequence_nr"],
 }  # fmt: skip
 

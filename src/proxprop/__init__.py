@@ -8,6 +8,7 @@ from proxprop import diagnostics, nn
 from proxprop.conversion import convert, revert
 from proxprop.deferred import Attached, Running, attach
 from proxprop.nn import register, unregister
+from proxprop.replay import use_cuda_graphs
 from proxprop.solvers import CG, Exact, Solver
 from proxprop.summarize import summary
 
@@ -27,4 +28,5 @@ __all__ = [
     "revert",
     "summary",
     "unregister",
+    "use_cuda_graphs",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor
 from proxprop import device, tuning
 from proxprop.direction import Direction, described, planned, prepare, solve
 from proxprop.failures import FailureWarner
+from proxprop.replay import replays, size
 from proxprop.settings import Settings
 from proxprop.side_streams import SideSolve
 from proxprop.solvers import SAMPLE, Plan
@@ -21,7 +22,7 @@ Observer = Callable[[Transfer, Tensor, Direction, Settings], None]
 """Is shown each solve: the transfer, the output gradient G, the direction, the settings."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Task:
     """What the backward of one call needs to know, beside tensors.
 
@@ -51,7 +52,7 @@ class Task:
         That is as it came where all is bfloat16 on a GPU and the transfer takes that.
         """
         dtypes = {output.dtype, *(tensor.dtype for tensor in saved)}
-        if self.call.takes_bfloat16 and output.is_cuda and dtypes == {torch.bfloat16}:
+        if self.call.kind.takes_bfloat16 and output.is_cuda and dtypes == {torch.bfloat16}:
             return self.call.transfer(saved, output, shapes), output
         dtype = precision(output, *saved)
         inputs = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in saved]
@@ -64,16 +65,37 @@ class Task:
         transfer, like = self.transfer([tensor.detach() for tensor in inputs], output.detach(), shapes)
         return described(transfer, self.settings, like)
 
-    def direction(self, transfer: Transfer, G: Tensor) -> Parameters:
+    def direction(self, saved: Sequence[Tensor], G: Tensor, shapes: Shapes) -> Parameters:
         """The solved direction; a failure is noted and the observer shown."""
+        direction = self._replayed(saved, G, shapes)
+        if direction is None:
+            transfer, G = self.transfer(saved, G, shapes)
+            direction = self._solve(transfer, G)
+            if self.observer is not None:
+                self.observer(transfer, G, direction, self.settings)
+        self.failures.note(self.layer, direction.failed, self.settings.solver.failure)
+        return direction.parameters
+
+    def _solve(self, transfer: Transfer, G: Tensor, unmultiplied: bool = False) -> Direction:
         ready = self.side.take() if self.side is not None else None
         coarse = transfer.coarse and not torch.compiler.is_compiling()
         with device.coarse_numbers() if coarse else nullcontext():
-            direction = solve(transfer, G, self.settings, ready)
-        self.failures.note(self.layer, direction.failed, self.settings.solver.failure)
-        if self.observer is not None:
-            self.observer(transfer, G, direction, self.settings)
-        return direction.parameters
+            return solve(transfer, G, self.settings, ready, unmultiplied)
+
+    def _replayed(self, saved: Sequence[Tensor], G: Tensor, shapes: Shapes) -> Direction | None:
+        """The direction by a CUDA graph; None where the solve is not replayed."""
+        if not (self.call.kind.capturable and self.settings.solver.capturable) or self.observer is not None:
+            return None
+        found, tensors = replays(G), (*saved, G)
+        if found is None or size(tensors) > tuning.REPLAYED_MOST_BYTES:
+            return None
+        question = self.call, self.settings, tuple(shapes), device.precision_settings()
+        return found.solve(question, lambda given: self._unmultiplied(given, shapes), tensors)
+
+    def _unmultiplied(self, tensors: Sequence[Tensor], shapes: Shapes) -> Direction:
+        """The direction for the saved tensors and G, of which a large last product is left to be multiplied."""
+        *saved, G = tensors
+        return self._solve(*self.transfer(saved, G, shapes), unmultiplied=True)
 
 
 class Proximal(torch.autograd.Function):
@@ -100,12 +122,11 @@ class Proximal(torch.autograd.Function):
         """Return G for the output and D for the parameters."""
         task: Task = ctx.task
         refuse_second_derivative(task.layer)
-        with torch.no_grad(), no_autocast(G.device.type):
+        with no_autocast(G.device.type):
             saved = ctx.saved_tensors
             if task.side is not None:
                 task.side.hold(G, *saved)
-            transfer, precise = task.transfer(saved, G, trained_shapes(ctx))
-            D = in_own_precision(ctx, task.direction(transfer, precise))
+            D = in_own_precision(ctx, task.direction(saved, G, trained_shapes(ctx)))
         return (G, None, *[None] * task.inputs, *D)
 
 

@@ -17,6 +17,7 @@ from proxprop.torch_internals import dispatch_modes
 from proxprop.tuning import FAST_BFLOAT16
 
 _coarse = ContextVar("coarse", default=False)
+_captured = ContextVar("captured", default=False)
 
 
 def use_triton(array: Tensor) -> bool:
@@ -69,7 +70,30 @@ def is_captured(tensor: Tensor) -> bool:
 
     A fake tensor may claim a device that does not exist, so CUDA must be initialised too.
     """
+    if _captured.get():
+        return True
     return tensor.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def as_if_captured() -> Iterator[None]:
+    """Within this context, operations are chosen as in a CUDA graph: to warm up what is captured next."""
+    before = _captured.set(True)
+    try:
+        yield
+    finally:
+        _captured.reset(before)
+
+
+def precision_settings() -> tuple[object, ...]:
+    """All global settings of torch that the kernels of a solve depend on."""
+    return (
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.backends.cuda.matmul.allow_fp16_accumulation,
+        torch.backends.cudnn.allow_tf32,
+        torch.are_deterministic_algorithms_enabled(),
+        _coarse.get(),
+    )
 
 
 def has_fast_bfloat16(array: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """From a layer's call and its output gradient to its direction: plan, solve in the planned space, translate back."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,20 +17,30 @@ from proxprop.solvers import (
     ProductSolve,
     plan,
 )
-from proxprop.solvers.matmul import wide
+from proxprop.solvers.matmul import PendingProduct, wide
 from proxprop.solvers.memory import is_transformed
 from proxprop.solvers.plan import remembered_plan
 from proxprop.solvers.rotation import always_rotates, mean_dominates
-from proxprop.transfer import LinearTransfer, Parameters, Transfer
+from proxprop.transfer import LinearTransfer, Parameters, Products, Transfer
 
 
-@dataclass(frozen=True)
-class Direction:
-    """A solved direction and how it came about."""
+class Direction(NamedTuple):
+    """A solved direction and how it came about.
 
-    parameters: Parameters
+    Attributes:
+        products: in the shapes of the layer's parameters; some may still have to be multiplied.
+        plan: what was planned.
+        failed: as in `Solution`.
+    """
+
+    products: Products
     plan: Plan
     failed: Tensor | None
+
+    @property
+    def parameters(self) -> Parameters:
+        """One tensor for each of the layer's parameters."""
+        return tuple([p.multiply() if isinstance(p, PendingProduct) else p for p in self.products])
 
 
 def planned(transfer: Transfer, settings: Settings) -> Plan:
@@ -86,7 +97,11 @@ def prepare(transfer: Transfer, settings: Settings, like: Tensor) -> PreparedSam
 
 
 def solve(
-    transfer: Transfer, G: Tensor, settings: Settings, prepared: PreparedSamples | None = None
+    transfer: Transfer,
+    G: Tensor,
+    settings: Settings,
+    prepared: PreparedSamples | None = None,
+    unmultiplied: bool = False,
 ) -> Direction:
     """Solve one layer's system: `D = (λI + AᵀA)⁻¹AᵀG` in the planned space.
 
@@ -95,6 +110,7 @@ def solve(
         G: gradient of the loss at the layer's output, in the output's layout.
         settings: the user's choices.
         prepared: what was prepared for it, in sample space.
+        unmultiplied: whether a large last product is left to be multiplied.
 
     Returns:
         The direction, in the shapes of the layer's parameters.
@@ -106,9 +122,11 @@ def solve(
     if chosen.space == DIAGONAL:
         damping, factor = settings.damping(samples), settings.factor(samples)
         return Direction(transfer.divide(G, damping, factor), chosen, None)
+    found: Products
     failed = None
     if chosen.space == SAMPLE:
-        found, failed = _in_sample_space(transfer, G, settings, prepared or prepare(transfer, settings, G))
+        prepared = prepared or prepare(transfer, settings, G)
+        found, failed = _in_sample_space(transfer, G, settings, prepared, unmultiplied)
     elif chosen.space == FEATURE:
         found, failed = _in_feature_space(transfer, G, settings)
     if chosen.space == MATRIX_FREE or _should_retry(transfer, settings, failed):
@@ -117,13 +135,14 @@ def solve(
 
 
 def _in_sample_space(
-    transfer: Transfer, G: Tensor, settings: Settings, prepared: PreparedSamples
-) -> tuple[Parameters, Tensor | None]:
+    transfer: Transfer, G: Tensor, settings: Settings, prepared: PreparedSamples, unmultiplied: bool
+) -> tuple[Products, Tensor | None]:
     """The direction `AᵀU`, and whether the solve failed."""
     G, factor, ready = transfer.to_samples(G), settings.factor(transfer.sizes.samples), prepared.solve
     if prepared.rotated:
         U, failed = ready(G).times(factor)
-        return prepared.transfer.rotated_gradient(U), failed
+        rows = prepared.transfer
+        return rows.rotated_products(U) if unmultiplied else rows.rotated_gradient(U), failed
     if isinstance(ready, ProductSolve) and isinstance(transfer, LinearTransfer) and transfer.is_narrow():
         right, failed = ready.right(G)
         return transfer.direction(ready.left if factor == 1.0 else ready.left * factor, right), failed

@@ -35,9 +35,13 @@ class FailureWarner:
         """
         if failed is None or self.warned:
             return
+        if failed.is_cuda:
+            self.solves += 1
+            if self.pending is None and self.solves % LOOKED_AT != 1:
+                return
         if failed.is_meta or is_transformed(failed):  # a stand-in has no value
             return
-        if failed.device.type != "cuda":
+        if not failed.is_cuda:
             self._warn_if(any(failed.tolist()), layer, reason)
         elif not torch.cuda.is_current_stream_capturing():
             self._look_later(failed, layer, reason)
@@ -46,11 +50,10 @@ class FailureWarner:
         if self.pending is not None and self.pending[1].query():
             arrived, self.pending = bool(self.pending[0]), None
             self._warn_if(arrived, layer, reason)
-        if self.pending is None and self.solves % LOOKED_AT == 0:
+        if self.pending is None and self.solves % LOOKED_AT == 1:
             event = torch.cuda.Event()
             self.pending = failed.any().to("cpu", non_blocking=True), event
             event.record()
-        self.solves += 1
 
     def _warn_if(self, failed: bool, layer: str, reason: str) -> None:
         if not failed:

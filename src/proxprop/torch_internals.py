@@ -66,6 +66,11 @@ def steps_in_backward(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether something may act on a gradient in backward; else a step in backward spoils the input's gradient."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def writes(tensor: Tensor) -> int:
     """How often a tensor was written to; else a gradient that was zeroed is not recognised."""
     return tensor._version
@@ -148,6 +153,19 @@ def add_all(tensors: Tensors, others: Tensors) -> None:
 def copy_all(tensors: Tensors, others: Tensors) -> None:
     """Copy another into each tensor."""
     torch._foreach_copy_(tensors, others)
+
+
+# Memory
+
+
+def without_owning(tensor: Tensor) -> Tensor:
+    """The same memory, which may be freed all the same; else captured solves can't share theirs."""
+    memory = tensor.untyped_storage()
+    borrowed = torch._C._construct_storage_from_data_pointer(
+        memory.data_ptr(), tensor.device, memory.nbytes()
+    )
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(borrowed, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 # Many ranks

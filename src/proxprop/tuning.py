@@ -48,8 +48,8 @@ EIGENBASIS_COLUMNS = 1300, 5
 TRITON_CG_MOST_SAMPLES = 2048
 """Most samples in sample space for which the Triton kernel holds whole columns in registers (h200.json)."""
 
-TRITON_CG_MOST_ITERATIONS = 32
-"""Most iterations in sample space whose residuals the Triton kernel keeps (h200.json)."""
+TRITON_CG_MOST_ITERATIONS = 16
+"""Most iterations that the Triton kernel takes in sample space: it keeps all residuals (h200.json)."""
 
 TRITON_CG_MOST_FEATURES = 16384
 """Most features for which the Triton kernel splits a whole row of S at once (h200.json)."""
@@ -76,6 +76,17 @@ STREAMS_MOST_UNKNOWNS = 3 * 2**20
 PREPARED_MOST_ROWS = 1024
 """Most rows of a layer's output whose K is prepared before backward reaches it; all are held at once (h200.json)."""
 
+# Replaying solves in eager steps (`replay.py`)
+
+REPLAYED_AFTER = 4
+"""Eager solves of the same shapes before one is captured, which takes as long as a few (h200-ways.json)."""
+
+REPLAYS = 256
+"""Solves that are kept captured on a device; the one that was not used for longest goes first (h200-ways.json)."""
+
+REPLAYED_MOST_BYTES = 2**26
+"""Most bytes of a solve's input and G; larger ones keep a GPU busy while the host launches (h200-ways.json)."""
+
 # Convolutions (`transfer/conv.py`, `transfer/gram_*.py`)
 
 PATCHES_MOST_NUMBERS = 2**24
@@ -95,9 +106,6 @@ IMAGE_ROWS_BLOCK_NUMBERS = 3 * 2**19
 
 SHORT_TRANSFORM = 40
 """Longest Fourier transform that a CPU computes faster as a product with its matrix (cpu.json)."""
-
-GEOMETRIES = 256
-"""Convolutions whose constants stay on a device; a copy in each backward pass would make the host wait."""
 
 # Prices for the cost model (`solvers/plan.py`), in FLOPs of a product with K or S
 

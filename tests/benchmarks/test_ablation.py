@@ -10,8 +10,9 @@ import ablation
 import pytest
 import torch
 from ablation import KNOWN, PATHS, SMALL
-from step import PRECISIONS, SOLVERS, prepare
+from step import PRECISIONS
 from torch.profiler import ProfilerActivity, profile
+from ways import SOLVERS, prepare
 
 from proxprop import tuning
 
@@ -61,7 +62,7 @@ def test_a_step_without_a_path_does_something_else(monkeypatch, name) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # eigenvectors pay for few cores alone
     path = PATHS[name]
     network, method, precision = next(path.cases())
-    _, step = prepare(KNOWN[network], method, None, argparse.Namespace(device="cpu", passes=False), precision)
+    _, step = prepare(KNOWN[network], method, None, argparse.Namespace(device="cpu", way="eager"), precision)
     step()  # makes what later steps find: an optimizer's state, constants
     usual = operations(step)
     assert operations(step) == usual

@@ -249,3 +249,19 @@ def test_in_place_operations_do_not_reach_a_parameter_through_its_view() -> None
     output.sum().backward()
     assert torch.equal(model.table.detach(), torch.ones(4, 2))
     assert float(model.table.grad[0, 0]) == pytest.approx(0.5)
+
+
+def test_a_linear_module_is_one_under_autocast_too() -> None:
+    """Its product is rounded to bfloat16 although its output is in float32; an activation is still noticed."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.T + self.bias
+
+    torch.manual_seed(0)
+    module, x = Scaled(50, 40), torch.randn(30, 50)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(x).dtype == torch.float32
+        check_linear(module, x)
+        with pytest.raises(ValueError, match="not linear in its parameters"):
+            check_linear(nn.Sequential(module, nn.Tanh()), x)

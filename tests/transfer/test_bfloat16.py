@@ -50,7 +50,7 @@ def convolution(name: str, X: Tensor, G: Tensor, kind: type[ConvTransfer] = Conv
 def test_a_bias_alone_is_solved_in_float32() -> None:
     layer, G = CONVOLUTIONS["groups"], torch.randn(5, 6, 6, 6).bfloat16()
     X = torch.randn(5, 4, 8, 8).bfloat16()
-    transfer = LayerCall(ConvTransfer, geometry(layer)).transfer([X], G, [None, layer.bias.shape])
+    transfer = LayerCall(ConvTransfer, (geometry(layer),)).transfer([X], G, [None, layer.bias.shape])
     weight, bias = transfer.gradient(G)
     assert weight is None
     assert bias.dtype == transfer.gram().dtype == torch.float32

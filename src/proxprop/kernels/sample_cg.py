@@ -7,7 +7,8 @@ is the difference of two residuals over a step length, so π and Kπ need not be
 
 and `U = Σ cᵢρᵢ` is put together at the end, `cᵢ = αᵢ + βᵢ₊₁cᵢ₊₁`. That halves what a step reads and writes. Where the
 caller allows TF32, in which U is rounded to eleven bits next, residuals are kept for that in the eleven bits of the
-products' parts.
+products' parts. Three terms lose the conjugacy of directions sooner than two, so β is taken from ⟨r, r − r₋⟩, which
+keeps it from step to step, no curvature counts for less than λ⟨p, p⟩, and a column stops where it counts as lost.
 
 Outputs are rows here, so that memory is read and written in long lines and few threads sum over an output, which they
 hold in registers: there must be few samples.
@@ -86,7 +87,7 @@ def _begin(
 
 @triton.jit(do_not_specialize=["step"])
 def _advance(
-    RHO, K_RHO, DIAGONAL, PARTS_OF_RHO, UNSCALE, SCALE, SQUARED, LENGTH, RATIO, ENERGY, SMALLEST, LOST, UNIT,
+    RHO, K_RHO, DIAGONAL, PARTS_OF_RHO, UNSCALE, SCALE, SQUARED, SEARCH, LENGTH, RATIO, ENERGY, SMALLEST, LOST, UNIT,
     step, array, line, damping, epsilon, samples, padded, outputs,
     FIRST: tl.constexpr, LAST: tl.constexpr, PARTS: tl.constexpr, SAMPLES: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
@@ -124,10 +125,18 @@ def _advance(
         before = tl.load(SQUARED + at_output, mask=there, other=0.0)
         step_before = tl.load(LENGTH + (step - 1) * line + at_output, mask=there, other=1.0)
         floor = floor_of(energy, smallest, epsilon)
+        lost = hidden(noise, squared, energy, smallest, damping) & there
         squared = still_going(squared, tl.where(noise > floor, noise, floor), before, step_before)
-        ratio = tl.where(before == 0, 0.0, squared / before)
+        squared = tl.where(lost, 0.0, squared)
+        ratio = squared - tl.sum(previous * K_rho, axis=1)
+        ratio = tl.where((before == 0) | (squared == 0), 0.0, ratio / before)
         image += tl.where(ratio == 0, 0.0, ratio / step_before)[:, None] * (previous - rho)
-    length = step_length(squared, tl.sum(K_rho * image, axis=1), damping)
+    search = squared  # ⟨p, p⟩
+    if not FIRST:
+        search += ratio * ratio * tl.load(SEARCH + at_output, mask=there, other=0.0)
+    # ⟨r, (λI + S)p⟩ is p's curvature as far as directions are conjugate; that is at least λ⟨p, p⟩ in any case
+    curvature, least = tl.sum(K_rho * image, axis=1), damping * search
+    length = step_length(squared, tl.where(curvature < least, least, curvature), damping)
     if FIRST:
         shortest = 1.0 / (damping + tl.sum(diagonal, axis=0))
         length = tl.where(length < shortest, shortest, length)
@@ -155,6 +164,7 @@ def _advance(
         tl.store(K_RHO + at, u, mask=inside)  # which the sums have read
     else:
         tl.store(SQUARED + at_output, squared, mask=there)
+        tl.store(SEARCH + at_output, search, mask=there)
         tl.store(ENERGY + at_output, energy, mask=there)
         tl.store(SMALLEST + at_output, smallest, mask=there)
         tl.store(LENGTH + step * line + at_output, length, mask=there)
@@ -227,7 +237,7 @@ def _solve(
     parts_of_rho = G.new_empty(kept, groups, outputs, parts * padded, dtype=torch.float16)
     rho = G.new_empty(residuals, groups, outputs, padded)
     lengths, ratio, unscale = (G.new_empty(iterations, groups, outputs) for _ in range(3))
-    squared, scale, energy, smallest = G.new_empty(4, groups, outputs).unbind()
+    squared, search, scale, energy, smallest = G.new_empty(5, groups, outputs).unbind()
     unit, lost = G.new_empty(groups), torch.empty(groups, dtype=torch.bool, device=G.device)
     turned, rows = (
         max(1, tuning.SAMPLE_CG_TRANSPOSED_NUMBERS // length),
@@ -243,7 +253,8 @@ def _solve(
         K_rho = split_fp16.product(parts_of_rho[step % kept], parts_of_K.mT)
         launch(
             _advance, (triton.cdiv(outputs, rows), groups),
-            rho, K_rho, diagonal, parts_of_rho, unscale, scale, squared, lengths, ratio, energy, smallest, lost, unit,
+            rho, K_rho, diagonal, parts_of_rho, unscale, scale, squared, search, lengths, ratio, energy, smallest,
+            lost, unit,
             step, rho[0].numel(), squared.numel(), damping, epsilon(parts), samples, padded, outputs,
             FIRST=step == 0, LAST=step == iterations - 1,
             PARTS=parts, SAMPLES=length, OUTPUTS=rows, num_warps=4,

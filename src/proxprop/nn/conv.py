@@ -25,7 +25,7 @@ class ConvLayer(ProximalLayer):
         return self._product(partial(convolve, conv), self._call(), inputs, conv.weight, conv.bias)
 
     def _call(self) -> LayerCall:
-        return LayerCall(ConvTransfer, geometry(cast(nn.Conv2d, self)))
+        return LayerCall(ConvTransfer, (geometry(cast(nn.Conv2d, self)),))
 
 
 class Conv1d(ConvLayer, nn.Conv1d):
@@ -64,7 +64,7 @@ class ConvTransposeLayer(ProximalLayer):
         return self._product(convolve_transposed, self._call(), inputs, conv.weight, conv.bias)
 
     def _call(self) -> LayerCall:
-        return LayerCall(ConvTransposeTransfer, geometry(cast(nn.ConvTranspose2d, self)))
+        return LayerCall(ConvTransposeTransfer, (geometry(cast(nn.ConvTranspose2d, self)),))
 
 
 class ConvTranspose1d(ConvTransposeLayer, nn.ConvTranspose1d):

@@ -29,7 +29,7 @@ class Embedding(ProximalLayer, nn.Embedding):
         return self._attach(output, self._call(), (input,), (self.weight,))
 
     def _call(self) -> LayerCall:
-        return LayerCall(EmbeddingTransfer, self.padding_idx, self.sparse)
+        return LayerCall(EmbeddingTransfer, (self.padding_idx, self.sparse))
 
     @classmethod
     def refusal(cls, module: Any) -> str:
@@ -61,7 +61,8 @@ class EmbeddingBag(ProximalLayer, nn.EmbeddingBag):
             False, per_sample_weights, self.include_last_offset, self.padding_idx,
         )  # fmt: skip
         given = offsets is not None, per_sample_weights is not None
-        call = LayerCall(EmbeddingBagTransfer, *given, self.mode == "mean", self.padding_idx, self.sparse)
+        options = *given, self.mode == "mean", self.padding_idx, self.sparse
+        call = LayerCall(EmbeddingBagTransfer, options)
         tensors = [t for t in (input, offsets, per_sample_weights) if t is not None]
         return self._attach(output, call, tensors, parameters)
 

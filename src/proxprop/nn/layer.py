@@ -9,13 +9,16 @@ from typing import Any, ClassVar, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from proxprop import device
 from proxprop.backward import Observer, Task, attach_direction, refuse_transforms
+from proxprop.compiled import CompiledTask, can_be_described
 from proxprop.distributed import check_layer, several_ranks
 from proxprop.failures import FailureWarner
 from proxprop.settings import Scaling, Settings, Space
 from proxprop.side_streams import SideSolve, pays, side_streams
 from proxprop.solvers import CG, SPACES, Plan, Solver
 from proxprop.solvers.plan import possible_spaces
+from proxprop.torch_internals import has_hooks
 from proxprop.transfer import LayerCall
 
 Planned = Callable[[nn.Module, Plan], None]
@@ -271,7 +274,9 @@ class ProximalLayer(nn.Module):
             raise TypeError(
                 f"{self._layer_name}: input and output should be real but are complex; {LEAVE_OUT}"
             )
-        task = Task(
+        is_opaque = torch.compiler.is_compiling() and self._observer is None
+        make = CompiledTask if is_opaque and can_be_described(call, self._settings) else Task
+        task = make(
             call, self._settings, self._layer_name, self._failures, self._observer,
             inputs=len(inputs), parameters=len(parameters), side=self._side_solve(output, parameters),
         )  # fmt: skip
@@ -315,16 +320,20 @@ def _some_train(parameters: Iterable[Tensor | None]) -> bool:
 
 
 def parameter_views(*parameters: Tensor | None) -> list[Tensor | None]:
-    """Views to attach a direction to, to be made before the layer's forward runs.
+    """What to attach a direction to: the parameters, or views of them, to be made before the layer's forward runs.
 
     Autograd runs later nodes first. Through a view that is older than the forward's node, the direction reaches
     the parameter after that node has used the parameter for the input's gradient, so that an optimizer may
-    step as soon as a gradient is there. A compiled backward is one node, and an exported program should show
-    no more than the plain layer's.
+    step as soon as a gradient is there. In a captured step views are where solves join. Elsewhere they would only
+    take time. A compiled backward is one node, and an exported program should show no more than the plain layer's.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not any(_needs_view(p) for p in parameters if p is not None):
         return list(parameters)
     return [parameter.view_as(parameter) if parameter is not None else None for parameter in parameters]
+
+
+def _needs_view(parameter: Tensor) -> bool:
+    return has_hooks(parameter) or device.is_captured(parameter)
 
 
 def check_real(layer: nn.Module, name: str) -> None:
@@ -353,8 +362,8 @@ def under_autocast(input: Any) -> Any:
     """The input as autocast hands it to a matrix product."""
     if not isinstance(input, Tensor):
         return input  # torch's own kernel says what is wrong
-    device = input.device.type
+    kind = input.device.type
     castable = input.is_floating_point() and input.dtype != torch.float64 and not input.is_meta
-    if castable and torch.is_autocast_enabled(device):
-        return input.to(torch.get_autocast_dtype(device))
+    if castable and torch.is_autocast_enabled(kind):
+        return input.to(torch.get_autocast_dtype(kind))
     return input

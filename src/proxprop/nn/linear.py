@@ -78,7 +78,7 @@ class RegisteredLinear(ProximalLayer):
         return functional.linear(input, weight.mT if self.transposed else weight, bias)
 
     def _call(self) -> LayerCall:
-        return LayerCall(LinearTransfer, self.transposed)
+        return LayerCall(LinearTransfer, (self.transposed,))
 
     def _check_once(self, input: Tensor, output: Tensor) -> None:
         if vars(self).get("_checked") or torch.compiler.is_compiling() or output.is_meta:

@@ -46,7 +46,7 @@ class LayerNorm(NormLayer, nn.LayerNorm):
 
     def _call(self) -> LayerCall:
         shape, eps = self.normalized_shape, self.eps
-        return LayerCall(NormTransfer, partial(functional.layer_norm, normalized_shape=shape, eps=eps))
+        return LayerCall(NormTransfer, (partial(functional.layer_norm, normalized_shape=shape, eps=eps),))
 
 
 class RMSNorm(NormLayer, nn.RMSNorm):
@@ -56,7 +56,7 @@ class RMSNorm(NormLayer, nn.RMSNorm):
 
     def _call(self) -> LayerCall:
         shape, eps = self.normalized_shape, self.eps
-        return LayerCall(NormTransfer, partial(functional.rms_norm, normalized_shape=shape, eps=eps))
+        return LayerCall(NormTransfer, (partial(functional.rms_norm, normalized_shape=shape, eps=eps),))
 
 
 class GroupNorm(NormLayer, nn.GroupNorm):
@@ -66,14 +66,14 @@ class GroupNorm(NormLayer, nn.GroupNorm):
 
     def _call(self) -> LayerCall:
         groups, eps = self.num_groups, self.eps
-        return LayerCall(NormTransfer, partial(functional.group_norm, num_groups=groups, eps=eps), 1)
+        return LayerCall(NormTransfer, (partial(functional.group_norm, num_groups=groups, eps=eps), 1))
 
 
 class _BatchNorm(NormLayer):
     """Batch normalisation, with the batch's statistics in training and the running ones in evaluation."""
 
     def _call(self) -> LayerCall:
-        return LayerCall(NormTransfer, partial(batch_norm, eps=cast(nn.BatchNorm2d, self).eps), 1)
+        return LayerCall(NormTransfer, (partial(batch_norm, eps=cast(nn.BatchNorm2d, self).eps), 1))
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
@@ -101,7 +101,7 @@ class _InstanceNorm(NormLayer):
 
     def _call(self) -> LayerCall:
         normalize = partial(instance_norm, eps=cast(nn.InstanceNorm2d, self).eps, dimensions=self.dimensions)
-        return LayerCall(NormTransfer, normalize, -1 - self.dimensions)
+        return LayerCall(NormTransfer, (normalize, -1 - self.dimensions))
 
 
 class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):

@@ -50,6 +50,7 @@ class CG(Solver):
     per_output: bool = True
 
     spaces: ClassVar[tuple[str, ...]] = (SAMPLE, FEATURE, MATRIX_FREE)
+    capturable: ClassVar[bool] = True
     failure: ClassVar[str] = (
         "rounding of AᵀA or AAᵀ hides part of the direction from conjugate gradients. Likely causes: tau_theta is too "
         "large for float32, inputs of very large or very different scale, or many repeated inputs. Try a smaller "

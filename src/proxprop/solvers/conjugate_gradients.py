@@ -43,6 +43,10 @@ HIDDEN = 30
 """Least length of the steps taken, relative to what may hide below the rounding of K; else a column counts as lost."""
 
 
+SAFE = 2.0**-20, 2.0**30
+"""Norms of columns between these need no scaling in float32."""
+
+
 class Iterate(NamedTuple):
     """Where an iteration ended.
 
@@ -99,13 +103,13 @@ class _Iteration:
         self.multiply, self.damping, self.dims = multiply, damping, dims
         self.epsilon, self.tiny = device.product_rounding(B), torch.finfo(B.dtype).tiny
         self.spare = None if is_transformed(B) else torch.empty_like(B)
-        self.first, self.scale = normalize(B, dims, self.spare)
+        self.first, self.scale = self._normalized(B)
         self.residual = self.search = self.first
         self.W_search = multiply(self.first)
         self.rounding = None if diagonal is None else diagonal * self.epsilon
         self.dual_first = self.first if diagonal is None else self.W_search
         self.squared = self._inner(self.first, self.dual_first)
-        self.noise = None if self.rounding is None else self._inner_by(self.rounding)
+        self.noise = self._noise(self.squared)
         if self.noise is not None:
             self.squared.masked_fill_(self.squared <= self.noise, 0.0)
         self.over_first = (1 / self.squared).masked_fill_(self.squared == 0, 0.0)
@@ -147,7 +151,8 @@ class _Iteration:
             uphill = self._inner(self.solution, self.dual_first) < 0
             if self._must_not_wait() or uphill.any():
                 self.solution.copy_(torch.where(uphill, self.first_length * self.first, self.solution))
-        return Iterate(self.solution.mul_(self.scale), self._lost())
+        solution = self.solution if self.scale is None else self.solution.mul_(self.scale)
+        return Iterate(solution, self._lost())
 
     def _compare(self, squared: Tensor) -> Tensor:
         """Stop the columns whose new residual is noise, and return the ratio to the one before.
@@ -155,8 +160,8 @@ class _Iteration:
         A column that has stopped takes steps of length zero, so its floor is infinite from then on.
         """
         floor = (self.energy / self.smallest).mul_((ROUNDING * self.epsilon) ** 2)
-        if self.rounding is not None:
-            self.noise = self._inner_by(self.rounding)
+        self.noise = self._noise(squared)
+        if self.noise is not None:
             floor = floor.maximum(self.noise)
         before = self._positive(self.squared)
         self.squared = squared.masked_fill_((squared <= floor) | (self.squared == 0), 0.0)
@@ -187,10 +192,26 @@ class _Iteration:
                 return None
             return self.largest * (SPOILT * self.epsilon) > self.first_length
         low = self.squared <= NEAR * self.noise
-        if not self._must_not_wait() and not low.any():
-            return None
+        if not self._must_not_wait():
+            if not low.any():
+                return None
+            self.noise = self._inner_by(self.rounding)
         least = self.energy * self.first_length * (self.damping / HIDDEN) ** 2
         return (self.noise > least) & low
+
+    def _normalized(self, B: Tensor) -> tuple[Tensor, Tensor | None]:
+        """B and None, or B with its columns scaled and their scale, where squares could over- or underflow."""
+        return (B, None) if self._is_safe(B) else normalize(B, self.dims, self.spare)
+
+    def _is_safe(self, B: Tensor) -> bool:
+        """Whether squares of B's columns neither over- nor underflow, where a CPU can look."""
+        if self._must_not_wait():
+            return False
+        norms = torch.linalg.vector_norm(B, dim=self.dims, keepdim=True)
+        small = norms <= SAFE[0]
+        if small.any() and bool((B.abs().amax(self.dims, keepdim=True)[small] != 0).any()):
+            return False
+        return bool((norms < SAFE[1]).all())
 
     def _must_not_wait(self) -> bool:
         """Whether nothing here may look at a number: that would make a GPU wait, and a compiler can't."""
@@ -199,8 +220,23 @@ class _Iteration:
     def _inner(self, left: Tensor, right: Tensor) -> Tensor:
         return torch.mul(left, right, out=self.spare).sum(self.dims, keepdim=True)
 
-    def _inner_by(self, weights: Tensor) -> Tensor:
+    def _noise(self, squared: Tensor) -> Tensor | None:
+        """What rounding of K makes of the residual's square, in sample space.
+
+        Where nothing comes close to it, a bound will do that takes a CPU a third of the time.
+        """
+        if self.rounding is None:
+            return None
+        if not self._must_not_wait():
+            norm: Tensor = torch.linalg.vector_norm(self.residual, dim=self.dims, keepdim=True)
+            bound = norm.square_().mul_(self.rounding.amax())
+            if ((squared > NEAR * bound) | (squared == 0)).all():
+                return bound
+        return self._inner_by(self.rounding)
+
+    def _inner_by(self, weights: Tensor | None) -> Tensor:
         """The residual's inner product with itself, by weights."""
+        assert weights is not None
         weighted = torch.mul(self.residual, weights, out=self.spare)
         return weighted.mul_(self.residual).sum(self.dims, keepdim=True)
 

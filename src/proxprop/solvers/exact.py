@@ -23,6 +23,7 @@ class Exact(Solver):
     """
 
     spaces: ClassVar[tuple[str, ...]] = (SAMPLE, FEATURE)
+    capturable: ClassVar[bool] = True
     failure: ClassVar[str] = (
         "I/τ_θ + AᵀA is not positive definite in this precision, so the step was replaced by a scaled gradient, or is "
         "not finite where AᵀA is not. Likely causes: tau_theta is too large for float32, inputs of very large or very "

@@ -10,6 +10,7 @@ dimensions are therefore summed in pieces. Where both factors came in bfloat16, 
 and there is one product as in BackProp.
 """
 
+from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
@@ -44,6 +45,30 @@ def transposed_product(left: Tensor, right: Tensor | None = None, precise: bool 
     del left, right
     flops = 2.0 * factors[0].numel() * factors[-1].shape[1]
     return in_parts(lambda a, b, total: multiply(a.mT, b, total), factors, flops, precise)
+
+
+@dataclass(frozen=True)
+class PendingProduct:
+    """`leftᵀ·right`, all but multiplied: the sum of products of these pairs `[rows, m]` and `[rows, n]`."""
+
+    pairs: list[tuple[Tensor, Tensor]]
+
+    def multiply(self) -> Tensor:
+        """The product `[m, n]`, in memory of its own."""
+        total: Tensor | None = None
+        for left, right in self.pairs:
+            total = multiply(left.mT, right, total)
+        assert total is not None
+        return total
+
+
+def pending_product(left: Tensor, right: Tensor) -> PendingProduct:
+    """`transposed_product`, for later: factors of terms are split now."""
+    flops = 2.0 * left.numel() * right.shape[1]
+    if torch.bfloat16 in (left.dtype, right.dtype) or not _parts_pay(left, right, flops, precise=False):
+        return PendingProduct([(left.to(wide(left)), right.to(wide(right)))])
+    pieces = zip(left.split(tuning.TERMS_LONGEST_SUM), right.split(tuning.TERMS_LONGEST_SUM), strict=True)
+    return PendingProduct([pair for piece in pieces for pair in _stacks(*piece)])
 
 
 def times(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:

@@ -74,6 +74,8 @@ class Solver(ABC):
     """
 
     spaces: ClassVar[tuple[str, ...]]
+    capturable: ClassVar[bool] = False
+    """Whether a solve on a GPU is the same kernels whatever the numbers are, so that eager steps may replay it."""
     failure: ClassVar[str] = "the solver could not solve its system in this precision"
     """What a warning says where `Solution.failed` is true: what happened, likely causes and remedies."""
 

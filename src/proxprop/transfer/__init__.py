@@ -14,7 +14,7 @@ from proxprop.transfer.conv_transpose import ConvTransposeTransfer
 from proxprop.transfer.embedding import EmbeddingBagTransfer, EmbeddingTransfer
 from proxprop.transfer.linear import LinearTransfer
 from proxprop.transfer.norm import NormTransfer
-from proxprop.transfer.transfer import Parameters, Shapes, Transfer
+from proxprop.transfer.transfer import Parameters, Products, Shapes, Transfer
 
 __all__ = [
     "Affine",
@@ -29,6 +29,7 @@ __all__ = [
     "LinearTransfer",
     "NormTransfer",
     "Parameters",
+    "Products",
     "Shapes",
     "Transfer",
     "check_linear",

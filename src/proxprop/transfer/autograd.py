@@ -115,7 +115,7 @@ def generic_call(
     leaves, structure = tree_flatten((tuple(arguments), dict(keywords)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     leaves = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return LayerCall(AutogradTransfer, module, leaves, structure), tensors
+    return LayerCall(AutogradTransfer, (module, leaves, structure)), tensors
 
 
 def check_linear(module: nn.Module, *arguments: Any, **keywords: Any) -> None:
@@ -166,9 +166,12 @@ def _random_like(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _close(left: Tensor, right: Tensor) -> bool:
-    """Equal but for rounding, measured against the whole array."""
+    """Equal but for rounding, measured against the whole array; autocast rounds more than the array may show."""
     difference, size = (left - right).abs().max(), torch.maximum(left.abs().max(), right.abs().max())
-    return bool(difference <= torch.finfo(left.dtype).eps ** 0.5 * size)
+    device, dtypes = left.device.type, [left.dtype]
+    if torch.is_autocast_enabled(device):
+        dtypes.append(torch.get_autocast_dtype(device))
+    return bool(difference <= max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5 * size)
 
 
 def cuda_devices(module: nn.Module) -> list[torch.device]:

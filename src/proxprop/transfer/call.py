@@ -1,6 +1,7 @@
 """How a layer was called: what its transfer is made from in backward."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -10,21 +11,17 @@ from proxprop.transfer.norm import NormTransfer
 from proxprop.transfer.transfer import Shapes, Transfer
 
 
+@dataclass(frozen=True)
 class LayerCall:
     """A call of a layer, without the tensors, so that it keeps no memory alive.
 
-    Args:
+    Attributes:
         kind: the transfer's class.
-        *options: what it takes beside tensors and shapes.
+        options: what it takes beside tensors and shapes.
     """
 
-    def __init__(self, kind: type[Transfer], *options: Any) -> None:
-        self.kind, self.options = kind, options
-
-    @property
-    def takes_bfloat16(self) -> bool:
-        """Whether the transfer takes bfloat16 tensors as they are."""
-        return self.kind.takes_bfloat16
+    kind: type[Transfer]
+    options: tuple[Any, ...] = ()
 
     def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> Transfer:
         """The transfer of this call; see `Transfer`.

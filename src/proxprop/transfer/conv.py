@@ -31,7 +31,7 @@ class ConvTransfer(Affine):
         geometry: stride, padding and the rest.
     """
 
-    takes_bfloat16 = True
+    takes_bfloat16 = capturable = True
 
     def __init__(
         self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes, geometry: ConvGeometry

@@ -1,23 +1,28 @@
 """How a convolution walks over its input, in all dimensions and along each of them."""
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from math import prod
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxprop import tuning
 from proxprop.solvers.matmul import wide
+
+MODES = ("constant", "reflect", "replicate", "circular")
+"""Ways to fill a border, in the words of `torch.nn.functional.pad`."""
 
 
 @dataclass(frozen=True)
 class ConvGeometry:
     """How a convolution walks over its input; one entry a spatial dimension.
 
-    `padding` holds (before, after) pairs, so that 'same' with an even filter size fits in; `mode` is how the
-    border is filled, in the words of `torch.nn.functional.pad`.
+    `padding` holds (before, after) pairs, so that 'same' with an even filter size fits in; `mode` is one of
+    `MODES`.
     """
 
     filter_size: tuple[int, ...]
@@ -26,6 +31,20 @@ class ConvGeometry:
     padding: tuple[tuple[int, int], ...]
     mode: str
     groups: int
+
+    def numbers(self) -> list[int]:
+        """All of it as whole numbers: five for each dimension, the mode, the groups."""
+        walks = zip(self.filter_size, self.stride, self.dilation, self.padding, strict=True)
+        by_dimension = [number for *walk, padding in walks for number in (*walk, *padding)]
+        return [*by_dimension, MODES.index(self.mode), self.groups]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> "ConvGeometry":
+        """The inverse of `numbers`."""
+        *by_dimension, mode, groups = numbers
+        size, stride, dilation, before, after = (tuple(by_dimension[start::5]) for start in range(5))
+        padding = tuple(zip(before, after, strict=True))
+        return cls(size, stride, dilation, padding, MODES[mode], groups)
 
     def pad(self, input: Tensor) -> Tensor:
         """The input with its border filled."""
@@ -48,6 +67,26 @@ class ConvGeometry:
         """The walk along each dimension of an input of this size, where `pads_evenly`."""
         walks = zip(space, self.filter_size, self.stride, self.dilation, self.widths, strict=True)
         return [Axis(*walk) for walk in walks]
+
+
+Constant = TypeVar("Constant", bound=Callable[..., Any])
+
+
+def kept(constant: Constant) -> Constant:
+    """Keep a constant on a device, the last of its arguments, for those to come with the same arguments.
+
+    A thread of its own makes it: where a compiled step is about to become CUDA graphs, what its thread allocates on a
+    GPU belongs to them, and torch refuses to share it.
+    """
+
+    @cache
+    def made(*args: Any) -> Any:
+        if args[-1].type != "cuda":
+            return constant(*args)
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(constant, *args).result()
+
+    return cast(Constant, made)
 
 
 @dataclass(frozen=True)
@@ -75,7 +114,7 @@ class Axis:
         return (at % self.stride == 0) & (at >= 0) & (at < self.stride * self.outputs)
 
 
-@lru_cache(maxsize=tuning.GEOMETRIES)
+@kept
 def seen(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`axis.seen()`, copied to a device once: a copy in every backward could not be captured in a CUDA graph."""
     return axis.seen().to(device, dtype)

@@ -13,7 +13,6 @@ Shapes: input `[batch, groups, channels, *space]`; S `[groups, channels·taps, c
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from math import log2, pi, prod
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from proxprop import tuning
 from proxprop.solvers.matmul import wide
-from proxprop.transfer.conv_geometry import Axis
+from proxprop.transfer.conv_geometry import Axis, kept
 
 
 def border(axis: Axis) -> int:
@@ -172,7 +171,7 @@ def _multiplied(x: Tensor, walks: list[Axis]) -> Tensor:
     return found.view(groups, -1, 2 * batch, channels).mT
 
 
-@lru_cache(maxsize=tuning.GEOMETRIES)
+@kept
 def _waves(walk: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A Fourier transform `[frequency · (real | imaginary), (real | imaginary) · entry]`."""
     turns = (
@@ -185,7 +184,7 @@ def _waves(walk: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.stack(parts, dim=1).flatten(0, 1).to(device, dtype)
 
 
-@lru_cache(maxsize=tuning.GEOMETRIES)
+@kept
 def _inverse(walks: tuple[Axis, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the inverse transform at the lags `[lags, frequencies]`, both halves of it counted.
 
@@ -204,7 +203,7 @@ def _inverse(walks: tuple[Axis, ...], dtype: torch.dtype, device: torch.device) 
     return (angle.cos() * weight).to(device, dtype), (angle.sin() * weight).to(device, dtype)
 
 
-@lru_cache(maxsize=tuning.GEOMETRIES)
+@kept
 def _signs(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
     """How products enter S `[tap·tap, products]`: by lag; less those of first and of last entries."""
     i, j = torch.arange(axis.taps)[:, None, None], torch.arange(axis.taps)[None, :, None]

@@ -12,15 +12,13 @@ launches where `autocorrelation` needs many, and `width / taps³` of the FLOPs o
 Shapes: input `[batch, 1, channels, height, width]`; S `[1, channels·taps, channels·taps]` for all taps of a filter.
 """
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from proxprop import tuning
 from proxprop.solvers.matmul import in_parts, multiply, wide
-from proxprop.transfer.conv_geometry import Axis, seen
+from proxprop.transfer.conv_geometry import Axis, kept, seen
 
 
 def flops(axes: list[Axis], batch: int, channels: int) -> float:
@@ -99,7 +97,7 @@ def _summed_over_rows(left: Tensor, right: Tensor, seen: Tensor, numbers: int) -
     return total
 
 
-@lru_cache(maxsize=tuning.GEOMETRIES)
+@kept
 def _together(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Whether taps see entries from the same output position, `[entries·entries, taps·taps]`; on the device once."""
     at, sees = axis.positions(), axis.seen()
@@ -108,7 +106,7 @@ def _together(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
     return together.flatten(2).flatten(0, 1).to(device, dtype)
 
 
-@lru_cache(maxsize=tuning.GEOMETRIES)
+@kept
 def _upper(channels: int, lags: int, across: int, device: torch.device) -> Tensor:
     """Entries of S whose first tap is not below the second; the others are their mirror images."""
     tap = torch.arange(lags).repeat_interleave(across).repeat(channels)

@@ -8,9 +8,9 @@ from torch.nn import functional
 
 from proxprop import device, tuning
 from proxprop.solvers import Sizes
-from proxprop.solvers.matmul import transposed_product, wide
+from proxprop.solvers.matmul import pending_product, transposed_product, wide
 from proxprop.transfer.affine import Affine
-from proxprop.transfer.transfer import Parameters, Shapes, nothing
+from proxprop.transfer.transfer import Parameters, Products, Shapes, nothing
 
 
 class LinearTransfer(Affine):
@@ -24,7 +24,7 @@ class LinearTransfer(Affine):
         transposed: whether the weight is stored as `[features, outputs]` instead.
     """
 
-    takes_bfloat16 = True
+    takes_bfloat16 = capturable = True
 
     def __init__(
         self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes, transposed: bool = False
@@ -84,6 +84,14 @@ class LinearTransfer(Affine):
             return super().rotated_gradient(U)
         bias = U[0, 0] * self.sizes.samples**0.5 if self.bias else None
         return self._weight_product(self._rotated_rows()[0], U[0]), bias
+
+    def rotated_products(self, U: Tensor) -> Products:
+        """The weight is left to be multiplied: it is often far larger than both factors."""
+        if self.coarse:
+            return self.rotated_gradient(U)
+        bias = U[0, 0] * self.sizes.samples**0.5 if self.bias else None
+        factors = [U[0], self._rotated_rows()[0]]
+        return pending_product(*(reversed(factors) if self.transposed else factors)), bias
 
     def _rotated_rows(self) -> Tensor:
         """Kept for the gradient, unless many layers are solved at a time and their products need copies in parts."""

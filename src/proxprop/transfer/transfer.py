@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from proxprop.solvers import SPACES, Sizes
+from proxprop.solvers.matmul import PendingProduct
 from proxprop.solvers.rotation import rotate, rotate_both
 
 Parameters = tuple[Tensor | None, ...]
 """One tensor for each of the layer's parameters, in its own shape; None for one that is not trained."""
+
+Products = tuple[Tensor | PendingProduct | None, ...]
+"""`Parameters`, some of which are still to be multiplied."""
 
 Shapes = Sequence[torch.Size | None]
 """The shape of each of the layer's parameters; None for one that is not trained."""
@@ -58,6 +62,8 @@ class Transfer(ABC):
     sizes: Sizes
     takes_bfloat16: ClassVar[bool] = False
     """Whether bfloat16 tensors are taken as they are."""
+    capturable: ClassVar[bool] = False
+    """Whether equal calls launch the same kernels on a GPU and read no tensors but those they are given."""
     coarse: bool = False
     """Whether inputs and gradients come in bfloat16: a solve need not be more precise."""
 
@@ -110,6 +116,10 @@ class Transfer(ABC):
     def rotated_gradient(self, U: Tensor) -> Parameters:
         """`AᵀU` in the layer's layout for a U of rotated samples `[groups, samples, outputs]`."""
         return self.gradient(self.from_samples(rotate(U)))
+
+    def rotated_products(self, U: Tensor) -> Products:
+        """`rotated_gradient`, of which large products may be left to be multiplied."""
+        return self.rotated_gradient(U)
 
     def gram(self) -> Tensor:
         """`S = AᵀA [groups, features, features]`, freshly made."""

@@ -1,0 +1,139 @@
+"""The operator that a compiled backward pass calls for a layer's direction.
+
+Traced operation by operation, a solve would be compiled anew for each layer and batch size, which takes minutes for a
+deep network, and neither kernels nor transforms of ours would be left in it. As one operator, `proxprop::direction`, it
+is in a compiled step what it is in an eager one. An operator takes tensors, numbers and words, so layers and settings
+are described to it by these. What can't be described so is traced: embeddings and normalisations, which only divide,
+and solvers that others bring.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from proxprop.backward import Task, no_autocast, precision
+from proxprop.failures import FailureWarner
+from proxprop.settings import Scaling, Settings, Space
+from proxprop.solvers import CG, Exact, Solver
+from proxprop.transfer import (
+    ConvGeometry,
+    ConvTransfer,
+    ConvTransposeTransfer,
+    LayerCall,
+    LinearTransfer,
+    Parameters,
+    Shapes,
+    Transfer,
+)
+
+KINDS: dict[str, type[Transfer]] = {
+    kind.__name__: kind for kind in (LinearTransfer, ConvTransfer, ConvTransposeTransfer)
+}
+"""Transfers whose calls numbers can describe."""
+
+torch.library.define(
+    "proxprop::direction",
+    "(Tensor input, Tensor G, SymInt[]? weight, SymInt[]? bias, str call, int[] numbers, int[] solver, "
+    "float tau_theta, str scaling, str? space) -> Tensor[]",
+)
+
+
+class CompiledTask(Task):
+    """A task whose solve is one operator in the graph of a compiled backward pass."""
+
+    def direction(self, saved: Sequence[Tensor], G: Tensor, shapes: Shapes) -> Parameters:
+        """The direction, from the operator."""
+        (input,), (weight, bias), settings = saved, shapes, self.settings
+        found = torch.ops.proxprop.direction(
+            input, G, weight, bias, self.call.kind.__name__, call_numbers(self.call),
+            _numbers(settings.solver), settings.tau_theta, settings.scaling, settings.space,
+        )  # fmt: skip
+        following = iter(found)
+        return tuple(None if shape is None else next(following) for shape in shapes)
+
+
+def can_be_described(call: LayerCall, settings: Settings) -> bool:
+    """Whether the operator takes a call with these settings."""
+    return call.kind in KINDS.values() and type(settings.solver) in (CG, Exact)
+
+
+def call_numbers(call: LayerCall) -> list[int]:
+    """The options of a call: a geometry, or whether a weight is transposed."""
+    (option,) = call.options or (False,)
+    return option.numbers() if isinstance(option, ConvGeometry) else [int(option)]
+
+
+def call_of(kind: str, numbers: Sequence[int]) -> LayerCall:
+    """The inverse of `call_numbers`."""
+    linear = KINDS[kind] is LinearTransfer
+    return LayerCall(KINDS[kind], (bool(numbers[0]) if linear else ConvGeometry.of(numbers),))
+
+
+def _numbers(solver: Solver) -> list[int]:
+    """A solver as numbers: none for the exact one."""
+    return [solver.iterations, int(solver.per_output)] if isinstance(solver, CG) else []
+
+
+@torch.library.impl("proxprop::direction", "default")
+def _direction(
+    input: Tensor,
+    G: Tensor,
+    weight: Sequence[int] | None,
+    bias: Sequence[int] | None,
+    call: str,
+    numbers: Sequence[int],
+    solver: Sequence[int],
+    tau_theta: float,
+    scaling: Scaling,
+    space: Space | None,
+) -> list[Tensor]:
+    """Solve as an eager backward pass does.
+
+    Args:
+        input: of the layer.
+        G: gradient of the loss at its output.
+        weight, bias: their shapes; None for one that is not trained.
+        call, numbers: name and numbers of the layer's call.
+        solver: see `_numbers`.
+        tau_theta, scaling, space: see `proxprop.convert`.
+
+    Returns:
+        The direction of each trained parameter, contiguous, in the precision that it is solved in.
+    """
+    shapes = [torch.Size(shape) if shape is not None else None for shape in (weight, bias)]
+    task = _task(call, tuple(numbers), tuple(solver), tau_theta, scaling, space, *shapes)
+    with torch.no_grad(), no_autocast(G.device.type):
+        found = task.direction((input,), G, shapes)
+    return [d.contiguous() for d in found if d is not None]
+
+
+@torch.library.register_fake("proxprop::direction")
+def _fake(input, G, weight, bias, *description):  # type: ignore[no-untyped-def]
+    dtype = precision(G, input)
+    return [G.new_empty(shape, dtype=dtype) for shape in (weight, bias) if shape is not None]
+
+
+@lru_cache(maxsize=1024)
+def _task(
+    call: str,
+    numbers: tuple[int, ...],
+    solver: tuple[int, ...],
+    tau_theta: float,
+    scaling: Scaling,
+    space: Space | None,
+    *shapes: torch.Size | None,
+) -> Task:
+    """The task that was described; one for all compiled layers that are alike, which warn together."""
+    chosen = CG(solver[0], bool(solver[1])) if solver else Exact()
+    shown = " and ".join(str(list(shape)) for shape in shapes if shape is not None)
+    return Task(
+        call_of(call, numbers),
+        Settings(chosen, tau_theta, scaling, space),
+        layer=f"a compiled layer with parameters of shape {shown}",
+        failures=FailureWarner(),
+        observer=None,
+        inputs=1,
+        parameters=2,
+    )

@@ -1,0 +1,220 @@
+"""Replay the solves of eager steps as CUDA graphs.
+
+An eager solve is dozens of small launches, and the GPU waits for the host between them. A solve of the same kind of
+layer, the same shapes and the same settings launches the same kernels every time. So after a few of them one is
+captured, and from then on a solve is: copy the input and G in, replay, multiply or copy D out. Layers of the same
+shapes share a graph.
+
+All graphs of a device share one pool of memory. Nothing in it outlives a replay, so it is as large as what the largest
+solve needs, not as what all of them do together; that one is captured first, so that the others find room in its
+memory. `use_cuda_graphs(False)` frees it.
+
+A solve is not replayed under a compiler or a dispatch mode, in a step that is itself captured, where diagnostics watch
+it, or where it is so large that a GPU is busy for longer than the host. Nor are solvers and layers that do not promise
+to be the same kernels every time (`capturable`). If a capture fails, for lack of memory say, its solves stay eager.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from proxprop import device, torch_internals, tuning
+from proxprop.direction import Direction
+from proxprop.solvers.matmul import PendingProduct
+
+Solve = Callable[[Sequence[Tensor]], Direction]
+"""From the tensors of a call to its direction, unmultiplied."""
+
+_switched_on = True
+
+
+def use_cuda_graphs(enabled: bool) -> None:
+    """Whether eager steps on a GPU replay their solves as CUDA graphs, as they do by default.
+
+    Graphs take memory for the largest solve that was captured, up to a few times the layer's input and output. Switch
+    them off to save that, or to see every kernel in a profile. What was captured is freed.
+    """
+    global _switched_on
+    _switched_on = enabled
+    _replays.cache_clear()
+
+
+class Replay(NamedTuple):
+    """A captured solve.
+
+    Attributes:
+        run: solves again, for what is in `tensors`.
+        tensors: to copy a call's tensors to.
+        direction: what a run writes to, until the next one.
+    """
+
+    run: Callable[[], None]
+    tensors: list[Tensor]
+    direction: Direction
+
+
+Capture = Callable[[Solve, Sequence[Tensor]], Replay]
+
+
+class Replays:
+    """The captured solves of one device.
+
+    Args:
+        capture: captures a solve for tensors like these; raises RuntimeError where that is not possible.
+        current_stream: the stream that the calling thread works on.
+    """
+
+    def __init__(self, capture: Capture, current_stream: Callable[[], torch.cuda.Stream | None]) -> None:
+        self.capture, self.current_stream = capture, current_stream
+        self.kept: OrderedDict[Hashable, Replay | None] = OrderedDict()
+        self.seen: dict[Hashable, int] = {}
+        self.largest = 0
+        self.last: torch.cuda.Stream | None = None
+        self.lock = Lock()
+
+    def solve(self, question: Hashable, solve: Solve, tensors: Sequence[Tensor]) -> Direction | None:
+        """The direction for these tensors by a replay; None where it is to be solved eagerly.
+
+        Args:
+            question: all that decides about the kernels of the solve, beside shapes and layouts of the tensors.
+            solve: what is captured.
+            tensors: of the call.
+        """
+        question = question, *[(t.shape, t.stride(), t.dtype) for t in tensors]
+        with self.lock:
+            found = self.kept.get(question)
+            if found is None:
+                found = self._captured(question, solve, tensors)
+                if found is None:
+                    return None
+            self.kept.move_to_end(question)
+            self._follow()
+            torch_internals.copy_all(found.tensors, list(tensors))
+            found.run()
+            return copied(found.direction)
+
+    def _captured(self, question: Hashable, solve: Solve, tensors: Sequence[Tensor]) -> Replay | None:
+        """A new replay, which is kept; None where it is not due, or where its capture fails or has failed."""
+        if question in self.kept or not self._is_due(question, size(tensors)):
+            return None
+        try:
+            found = self.capture(solve, tensors)
+        except RuntimeError:
+            found = None
+        self.kept[question] = found
+        del self.seen[question]
+        if len(self.kept) > tuning.REPLAYS:
+            self.kept.popitem(last=False)
+        return found
+
+    def _is_due(self, question: Hashable, bytes: int) -> bool:
+        """Whether a solve was seen often enough to be worth a capture, and the largest one is captured."""
+        if len(self.seen) > MOST_SEEN:
+            self.seen.clear()
+        self.seen[question] = self.seen.get(question, 0) + 1
+        self.largest = max(self.largest, bytes)
+        often = self.seen[question] > tuning.REPLAYED_AFTER
+        patient = self.seen[question] <= 2 * tuning.REPLAYED_AFTER  # the largest may never come again
+        return often and not (patient and not self.kept and bytes < self.largest)
+
+    def _follow(self) -> None:
+        """Let this stream wait for the one that used the pool before."""
+        current = self.current_stream()
+        if self.last is not None and current is not None and current != self.last:
+            current.wait_stream(self.last)
+        self.last = current
+
+
+MOST_SEEN = 4096
+"""Solves that are counted at a time."""
+
+
+def size(tensors: Sequence[Tensor]) -> int:
+    """Bytes of all tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def copied(direction: Direction) -> Direction:
+    """A direction in memory of its own."""
+    products = [p.clone() if isinstance(p, Tensor) else p and p.multiply() for p in direction.products]
+    return Direction(tuple(products), direction.plan, direction.failed)
+
+
+def replays(like: Tensor) -> Replays | None:
+    """Those of a tensor's device; None where solves are not replayed."""
+    if not _switched_on or not like.is_cuda or device.is_traced() or device.is_captured(like):
+        return None
+    return _replays(like.device)
+
+
+@cache
+def _replays(on: torch.device) -> Replays:
+    return Replays(GraphCapture(on), lambda: torch.cuda.current_stream(on))
+
+
+def held_bytes(on: torch.device) -> int:
+    """Memory that the captured solves of a device hold."""
+    captured = _replays(on).capture
+    segments = torch.cuda.memory_snapshot(captured.pool) if isinstance(captured, GraphCapture) else []
+    return sum(segment["total_size"] for segment in segments)
+
+
+class GraphCapture:
+    """Captures solves on a device, in one pool of memory."""
+
+    def __init__(self, on: torch.device) -> None:
+        self.device, self.pool, self.stream = on, torch.cuda.graph_pool_handle(), torch.cuda.Stream(on)
+
+    def __call__(self, solve: Solve, tensors: Sequence[Tensor]) -> Replay:
+        """Solve once as a graph would, so that all kernels are loaded, and capture it the second time."""
+        if not is_common(torch.empty(1, device=self.device).data_ptr(), torch.cuda.memory_snapshot()):
+            raise RuntimeError(
+                "what this thread allocates belongs to CUDA graphs that a compiler is about to make"
+            )
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        with torch.cuda.device(self.device), device.as_if_captured():
+            solve(tensors)
+            self.stream.wait_stream(current)
+            with torch.cuda.stream(self.stream):
+                # Other threads may go on allocating memory and waiting for events.
+                graph.capture_begin(self.pool, capture_error_mode="thread_local")
+                try:
+                    inputs = [torch.empty_like(tensor) for tensor in tensors]
+                    direction = solve(inputs)
+                finally:
+                    graph.capture_end()
+            current.wait_stream(self.stream)
+        return Replay(graph.replay, [_borrowed(t) for t in inputs], _borrowed_direction(direction))
+
+
+def is_common(address: int, segments: Sequence[dict[str, Any]]) -> bool:
+    """Whether memory at an address is of the pool that all allocations come from, unless a pool of their own is named.
+
+    A capture in memory that `torch.compile(mode="reduce-overhead")` lends to a thread would write to what others own.
+
+    Args:
+        address: on the GPU.
+        segments: as of `torch.cuda.memory_snapshot`.
+    """
+    common = (s for s in segments if tuple(s["segment_pool_id"]) == (0, 0))
+    return any(s["address"] <= address < s["address"] + s["total_size"] for s in common)
+
+
+def _borrowed_direction(direction: Direction) -> Direction:
+    """The same direction, in memory that the pool is free to use for other solves too."""
+    found: list[Tensor | PendingProduct | None] = []
+    for p in direction.products:
+        if isinstance(p, PendingProduct):
+            found.append(PendingProduct([(_borrowed(left), _borrowed(right)) for left, right in p.pairs]))
+        else:
+            found.append(_borrowed(p) if p is not None else None)
+    failed = _borrowed(direction.failed) if direction.failed is not None else None
+    return Direction(tuple(found), direction.plan, failed)
+
+
+_borrowed = torch_internals.without_owning
