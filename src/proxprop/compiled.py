@@ -56,7 +56,7 @@ class CompiledTask(Task):
 
 def can_be_described(call: LayerCall, settings: Settings) -> bool:
     """Whether the operator takes a call with these settings."""
-    return call.kind in KINDS.values() and type(settings.solver) in (CG, Exact)
+    return call.kind.__name__ in KINDS and type(settings.solver) in (CG, Exact)
 
 
 def call_numbers(call: LayerCall) -> list[int]:

@@ -84,10 +84,8 @@ class ConvTransfer(Affine):
         form = self.gram_method().gram
         if form is None:
             return self._from_patches()[0]
-        x, axes = (
-            self.batched.unflatten(1, (self.sizes.groups, -1)),
-            self.geometry.axes(self.batched.shape[2:]),
-        )
+        x = self.batched.unflatten(1, (self.sizes.groups, -1))
+        axes = self.geometry.axes(self.batched.shape[2:])
         S = form(x, axes)
         return self._border(S, patch_sums(x, axes)) if self.bias else S
 
