@@ -52,7 +52,7 @@ class Task:
         That is as it came where all is bfloat16 on a GPU and the transfer takes that.
         """
         dtypes = {output.dtype, *(tensor.dtype for tensor in saved)}
-        if self.call.takes_bfloat16 and output.is_cuda and dtypes == {torch.bfloat16}:
+        if self.call.kind.takes_bfloat16 and output.is_cuda and dtypes == {torch.bfloat16}:
             return self.call.transfer(saved, output, shapes), output
         dtype = precision(output, *saved)
         inputs = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in saved]
@@ -84,7 +84,7 @@ class Task:
 
     def _replayed(self, saved: Sequence[Tensor], G: Tensor, shapes: Shapes) -> Direction | None:
         """The direction by a CUDA graph; None where the solve is not replayed."""
-        if not (self.call.capturable and self.settings.solver.capturable) or self.observer is not None:
+        if not (self.call.kind.capturable and self.settings.solver.capturable) or self.observer is not None:
             return None
         found, tensors = replays(G), (*saved, G)
         if found is None or size(tensors) > tuning.REPLAYED_MOST_BYTES:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from proxprop.conversion import by_default, check_module, last_layer
+from proxprop.conversion import check_module, last_layer
 from proxprop.deferred.choice import (
     FALLBACKS,
     MAX_BYTES,
@@ -19,7 +19,7 @@ from proxprop.deferred.choice import (
 from proxprop.deferred.handle import Attached
 from proxprop.deferred.running import Running
 from proxprop.distributed import refuse_flat_parameters
-from proxprop.nn import ProximalLayer
+from proxprop.nn import ProximalLayer, by_default
 
 
 def attach(
