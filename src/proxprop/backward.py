@@ -84,12 +84,14 @@ class Task:
 
     def _replayed(self, saved: Sequence[Tensor], G: Tensor, shapes: Shapes) -> Direction | None:
         """The direction by a CUDA graph; None where the solve is not replayed."""
-        if not (self.call.kind.capturable and self.settings.solver.capturable) or self.observer is not None:
+        found = replays(G)
+        if found is None or self.observer is not None:
             return None
-        found, tensors = replays(G), (*saved, G)
-        if found is None or size(tensors) > tuning.REPLAYED_MOST_BYTES:
+        tensors = [*saved, G]
+        promised = self.call.kind.capturable and self.settings.solver.capturable
+        if not promised or size(tensors) > tuning.REPLAYED_MOST_BYTES:
             return None
-        question = self.call, self.settings, tuple(shapes), device.precision_settings()
+        question = self.call, self.settings, *shapes
         return found.solve(question, lambda given: self._unmultiplied(given, shapes), tensors)
 
     def _unmultiplied(self, tensors: Sequence[Tensor], shapes: Shapes) -> Direction:

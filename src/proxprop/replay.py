@@ -78,15 +78,16 @@ class Replays:
         self.last: torch.cuda.Stream | None = None
         self.lock = Lock()
 
-    def solve(self, question: Hashable, solve: Solve, tensors: Sequence[Tensor]) -> Direction | None:
+    def solve(self, question: Hashable, solve: Solve, tensors: list[Tensor]) -> Direction | None:
         """The direction for these tensors by a replay; None where it is to be solved eagerly.
 
         Args:
-            question: all that decides about the kernels of the solve, beside shapes and layouts of the tensors.
+            question: what decides about the kernels of the solve, beside tensors and settings of torch.
             solve: what is captured.
             tensors: of the call.
         """
-        question = question, *[(t.shape, t.stride(), t.dtype) for t in tensors]
+        layouts = [(t.shape, t.stride(), t.dtype) for t in tensors]
+        question = question, device.precision_settings(), *layouts
         with self.lock:
             found = self.kept.get(question)
             if found is None:
@@ -95,7 +96,7 @@ class Replays:
                     return None
             self.kept.move_to_end(question)
             self._follow()
-            torch_internals.copy_all(found.tensors, list(tensors))
+            torch_internals.copy_all(found.tensors, tensors)
             found.run()
             return copied(found.direction)
 
@@ -139,7 +140,7 @@ MOST_SEEN = 4096
 
 def size(tensors: Sequence[Tensor]) -> int:
     """Bytes of all tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum([tensor.nbytes for tensor in tensors])
 
 
 def copied(direction: Direction) -> Direction:
