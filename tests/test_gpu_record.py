@@ -45,7 +45,7 @@ def test_every_test_counts_once(tmp_path: Path) -> None:
 
 
 def test_shares_are_all_of_the_tests_and_none_twice(tmp_path: Path) -> None:
-    (tmp_path / "test_example.py").write_text(EXAMPLE)
+    (tmp_path / "test_shared_example.py").write_text(EXAMPLE)
     (tmp_path / "test_no_module.py").write_text("import no_such_module")
     shares = [Outcomes(share, 3) for share in range(3)]
     for outcomes in shares:
