@@ -84,7 +84,7 @@ REPLAYED_AFTER = 4
 REPLAYS = 256
 """Solves that are kept captured on a device; the one that was not used for longest goes first (h200-ways.json)."""
 
-REPLAYED_MOST_BYTES = 2**26
+REPLAYED_MOST_BYTES = 2**25
 """Most bytes of a solve's input and G; larger ones keep a GPU busy while the host launches (h200-ways.json)."""
 
 # Convolutions (`transfer/conv.py`, `transfer/gram_*.py`)
