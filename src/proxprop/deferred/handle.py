@@ -1,15 +1,19 @@
 """What `attach` returns: the layers of a model whose steps are solved when their optimizer steps."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from proxprop.backward import Task
+from proxprop.deferred.accumulator import Sampling, SeenInput, System
 from proxprop.deferred.choice import Choice
 from proxprop.deferred.equation import Equation, components
+from proxprop.deferred.gradients import Watch
 from proxprop.deferred.joining import Joins
 from proxprop.deferred.joint import Term, join
 from proxprop.deferred.operator import SolveOnce, absolute_form
@@ -18,20 +22,22 @@ from proxprop.deferred.rows import RowSolve
 from proxprop.deferred.running import Averages, Cluster, Running
 from proxprop.deferred.state import load_state_dict, state_dict
 from proxprop.deferred.step import direct
-from proxprop.deferred.summing import Sampling, Summation, attach_sum
-from proxprop.deferred.system import System
 from proxprop.deferred.together import Directions
-from proxprop.deferred.watch import Watch
-from proxprop.distributed import mesh_of
+from proxprop.distributed import mesh_of, several_ranks
 from proxprop.nn import ProximalLayer
-from proxprop.torch_internals import backward_pass
+from proxprop.torch_internals import backward_pass, in_transform, writes
 
 
 class Attachment:
     """One layer's tie to deferred mode. A copy or a pickle of the layer is not attached."""
 
     def __init__(
-        self, handle: "Attached", layer: ProximalLayer, systems: dict[str, System], watches: list[Watch]
+        self,
+        handle: "Attached",
+        layer: ProximalLayer,
+        systems: dict[str, System],
+        watches: list[Watch],
+        awake: bool,
     ) -> None:
         self.handle, self.layer, self.systems, self._watches = handle, layer, systems, watches
         self._parameters = [
@@ -41,20 +47,30 @@ class Attachment:
             if mesh_of(parameter) is None
         ]
         self._spread = any(mesh_of(parameter) is not None for parameter in layer.parameters())
+        self._awake = awake or self._spread
 
-    def attach(
-        self,
-        output: Tensor,
-        task: Task,
-        inputs: Sequence[Tensor],
-        parameters: Sequence[Tensor | None],
-        part: str,
-    ) -> Tensor:
-        """Return the output such that backward adds the gradient, and S to one of the layer's systems."""
+    def rest(self) -> None:
+        """Let the layer be torch's own until it is to be observed again, where gradients can be followed without it."""
+        resting = bool(self._watches) and all(watch.cluster.resting for watch in self._watches)
+        self.layer._rest(resting and not self._awake)
+        for watch in self._watches:
+            watch.rest(watch.cluster.resting and not self._spread and not several_ranks())
+
+    def check(self) -> None:
+        """Before a forward pass: see whether other parameters are trained, or there, than in the step before."""
+        if not self._spread and any(watch.cluster.resting for watch in self._watches):
+            self._refuse_other_parameters()
+        if any(watch.cluster.observed for watch in self._watches):
+            self.rest()
+
+    def tap(self, output: Tensor, inputs: Sequence[Tensor], part: str, of: Tensor | None = None) -> Tensor:
+        """The output of torch's own forward such that backward adds S of the inputs to one of the layer's systems."""
         self._begin_call()
         system = self.systems[part]
-        summation = Summation(task, system, self.handle.sampling(system))
-        return attach_sum(output, summation, inputs, parameters)
+        if not system.trained:
+            return output
+        seen = partial(self.handle.seen, inputs[0] if of is None else of)
+        return system.tap(output, inputs, self.handle.sampling(system), seen)
 
     def explicit(self) -> bool:
         """Whether the layer keeps BackProp's gradient."""
@@ -96,6 +112,28 @@ class Attachment:
         return type(None), ()
 
 
+class BeforeForward:
+    """A hook of the model: wakes layers up that train other parameters than before. A copy of it does nothing.
+
+    In a compiled model, and where parts of the model are called alone, that is noticed a step later.
+    """
+
+    def __init__(self, ties: Mapping[Cluster, Sequence[Attachment]] = MappingProxyType({})) -> None:
+        self.ties = ties
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        """Look at layers that rest."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_transform():
+            return
+        for cluster, ties in self.ties.items():
+            if not cluster.due:
+                for tie in ties:
+                    tie.check()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BeforeForward, ()
+
+
 class Attached(Joins):
     """Converted layers whose steps are solved when their optimizer steps. Made by `proxprop.attach`.
 
@@ -126,6 +164,7 @@ class Attached(Joins):
         super().__init__()
         self.optimizers, self.choices = list(optimizers), dict(choices)
         self._detached = False
+        self._seen: SeenInput | None = None
         self.averages = Averages(running) if running is not None else None
         self.systems: list[System] = []
         parts = {
@@ -139,12 +178,20 @@ class Attached(Joins):
         for cluster in self.clusters:
             cluster.systems[0].alone = len(cluster.systems) == 1 and running is None
         self._cluster_of: dict[Equation, Cluster] = {s: c for c in self.clusters for s in c.systems}
+        self._ties: dict[Cluster, list[Attachment]] = {}
         for layer, systems in parts.items():
             clusters = dict.fromkeys(self._cluster_of[system] for system in systems.values())
-            layer._tie(Attachment(self, layer, systems, [self._watches[c] for c in clusters]))
+            watches = [self._watches[cluster] for cluster in clusters]
+            # torch looks up a module's forward before it calls the module's own hooks
+            tie = Attachment(self, layer, systems, watches, awake=layer is model)
+            layer._tie(tie)
+            for cluster in clusters:
+                self._ties.setdefault(cluster, []).append(tie)
         self._directions = Directions()
         self.reduction = Reduction(model, self.systems)
         self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
+        if self.averages is not None:
+            self._hooks.append(model.register_forward_pre_hook(BeforeForward(self._ties)))
 
     def _systems(self, name: str, choice: Choice) -> dict[str, System]:
         """The systems of a layer, none where it stays explicit."""
@@ -180,7 +227,9 @@ class Attached(Joins):
                 continue
             if not cluster.resting:
                 systems += cluster.systems
-            elif watch.waiting:
+                continue
+            watch.look()
+            if watch.waiting:
                 watch.refuse_mixed()
                 resting.append(cluster)
         self._solve_rows(systems)
@@ -233,6 +282,12 @@ class Attached(Joins):
             self._watches[cluster].note_solved()
         for cluster in taken:
             self._watches[cluster].follow(cluster.parameters)
+        self._rest([*taken, *resting])
+
+    def _rest(self, clusters: Iterable[Cluster]) -> None:
+        """Let layers rest, or wake up, as their next step is."""
+        for tie in {tie: None for cluster in clusters for tie in self._ties[cluster]}:
+            tie.rest()
 
     def sampling(self, system: System) -> Sampling | None:
         """Which rows S of the next call is estimated from; None for all."""
@@ -240,6 +295,15 @@ class Attached(Joins):
         if rows is None or torch.compiler.is_compiling():
             return None
         return Sampling(rows, (self._cluster_of[system].steps, system.count_call()))
+
+    def seen(self, input: Tensor, question: tuple[object, ...]) -> SeenInput:
+        """An input that a layer sees; the one before where that was the same, and all that S depends on."""
+        now, before = SeenInput(weakref.ref(input), writes(input), question), self._seen
+        if before is None or not before.matches(now):
+            self._seen = now
+            return now
+        before.left += 1
+        return before
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Solve before the optimizer steps; where it is given a closure, only after each call of it.
@@ -302,6 +366,7 @@ class Attached(Joins):
         """
         if self.averages is not None:
             load_state_dict(self.averages, self.clusters, state)
+            self._rest(self.clusters)
         elif state:
             raise ValueError(
                 "this handle keeps no running averages: attach with running=proxprop.Running(...)"

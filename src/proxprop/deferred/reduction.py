@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from proxprop.deferred.accumulator import System
 from proxprop.deferred.joint import Term
-from proxprop.deferred.system import System
 from proxprop.distributed import Bucket, Ranks, Sums, several_ranks
 from proxprop.packing import buckets
 from proxprop.torch_internals import active_ddp, tree_flatten

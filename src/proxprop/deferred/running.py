@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from proxprop.deferred.accumulator import System
 from proxprop.deferred.equation import Equation
 from proxprop.deferred.joint import Term, join, total
 from proxprop.deferred.operator import (
@@ -19,7 +20,6 @@ from proxprop.deferred.operator import (
     kept_operators,
     relative_form,
 )
-from proxprop.deferred.system import System
 from proxprop.solvers import Exact
 from proxprop.torch_internals import add_all, multiply_all, norms
 

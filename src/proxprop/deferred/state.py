@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from proxprop.deferred.accumulator import System
 from proxprop.deferred.joint import Term
 from proxprop.deferred.running import Averages, Cluster
-from proxprop.deferred.system import System
 
 
 def state_dict(averages: Averages, clusters: Sequence[Cluster]) -> dict[str, Tensor]:

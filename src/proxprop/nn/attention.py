@@ -44,7 +44,7 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
             average_attn_weights,
             is_causal,
         )
-        if not self._trains():
+        if not self._solves() and not self._observed():
             return super().forward(*arguments)
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
@@ -97,10 +97,13 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
     def _linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, part: str, owner: nn.Module | None = None
     ) -> Tensor:
-        """`x Wᵀ + b` with the direction attached."""
-        x, parameters = under_autocast(x), parameter_views(weight, bias)
+        """`x Wᵀ + b` with the direction attached, or S where that is deferred."""
+        x = under_autocast(x)
+        if not self._solves():
+            return self._tap(functional.linear(x, weight, bias), (x,), part)
+        parameters = parameter_views(weight, bias)
         output = functional.linear(x, *detached(weight, bias))
-        return self._attach(output, LinearCall(), (x,), parameters, owner, part)
+        return self._attach(output, LinearCall(), (x,), parameters, owner)
 
     def _parts(self) -> dict[str, Part]:
         """Query, key and value, alone or together as inputs are shared, and the output projection."""

@@ -18,8 +18,9 @@ class ConvLayer(ProximalLayer):
     def forward(self, input: Tensor) -> Tensor:
         """torch's own forward."""
         conv = cast(nn.Conv2d, self)
-        if not self._trains():
-            return cast(Tensor, super().forward(input))
+        if not self._solves():
+            input = self._as_seen(input)
+            return self._tap(cast(Tensor, super().forward(input)), (input,))
         input, parameters = under_autocast(input), parameter_views(conv.weight, conv.bias)
         weight, bias = detached(conv.weight, conv.bias)
         output = convolve(conv, input, weight, bias)
@@ -53,8 +54,9 @@ class ConvTransposeLayer(ProximalLayer):
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """torch's own forward."""
         conv = cast(nn.ConvTranspose2d, self)
-        if not self._trains():
-            return cast(Tensor, super().forward(input, output_size))
+        if not self._solves():
+            input = self._as_seen(input)
+            return self._tap(cast(Tensor, super().forward(input, output_size)), (input,))
         input, parameters = under_autocast(input), parameter_views(conv.weight, conv.bias)
         weight, bias = detached(conv.weight, conv.bias)
         walk = geometry(conv)

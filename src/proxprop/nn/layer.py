@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from itertools import count
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
@@ -43,21 +44,21 @@ class Part(NamedTuple):
 class Attachment(Protocol):
     """A layer's tie to deferred mode."""
 
-    def attach(
-        self,
-        output: Tensor,
-        task: Task,
-        inputs: Sequence[Tensor],
-        parameters: Sequence[Tensor | None],
-        part: str,
-    ) -> Tensor:
-        """Return the output such that backward adds the gradient and S; as `attach_direction` in immediate mode."""
+    def tap(self, output: Tensor, inputs: Sequence[Tensor], part: str, of: Tensor | None = None) -> Tensor:
+        """The output of torch's own forward such that backward adds S of the inputs to one of the layer's systems.
+
+        Args:
+            output: of the layer.
+            inputs: as its products saw them.
+            part: which of the layer's systems this is.
+            of: what the first input was made of, where that is another tensor; other layers may see it too.
+        """
 
     def explicit(self) -> bool:
         """Whether the layer keeps BackProp's gradient."""
 
     def observed(self) -> bool:
-        """Whether S is summed in this step; else a call runs torch's own layer."""
+        """Whether S is summed in this step; else a call is torch's own and nothing else."""
 
 
 COMPUTED = {"weight", "in_proj_weight"}
@@ -168,6 +169,7 @@ class ProximalLayer(nn.Module):
 
     def _tie(self, attachment: Attachment | None) -> None:
         """Go over to deferred mode, or back to immediate mode where there is none."""
+        self._rest(False)
         self._attached = attachment
 
     @contextmanager
@@ -182,11 +184,19 @@ class ProximalLayer(nn.Module):
     @contextmanager
     def _telling(self, planned: Planned) -> Iterator[None]:
         """Within, `planned` is told the plan of each call."""
+        kind = type(self)
+        self._rest(False)
         self._planned = planned
         try:
             yield
         finally:
-            self._planned = None
+            self._planned, self.__class__ = None, kind
+
+    def _rest(self, resting: bool) -> None:
+        """Run the plain class's own forward and nothing of ours, or wake up again."""
+        kind = type(self)
+        awake: type[ProximalLayer] = vars(kind).get("awake", kind)
+        self.__class__ = _resting(awake) if resting else awake
 
     def _note_failure(self, failed: Tensor | None) -> None:
         """Warn once if a solve of this layer failed."""
@@ -197,6 +207,19 @@ class ProximalLayer(nn.Module):
         for name in _OWN:
             vars(self).pop(name, None)
         self.__class__ = self.plain  # type: ignore[assignment]
+
+    def _solves(self) -> bool:
+        """Whether this call is solved inside backward, or is to tell its plan."""
+        return (self._attached is None or self._planned is not None) and self._trains()
+
+    def _observed(self) -> bool:
+        """Whether deferred mode sums S of this call."""
+        return (
+            self._attached is not None
+            and self._planned is None
+            and self._trains()
+            and self._attached.observed()
+        )
 
     def _trains(self) -> bool:
         """Whether this call needs a direction, or S: gradients are on and there is something to train."""
@@ -211,9 +234,37 @@ class ProximalLayer(nn.Module):
         trains = torch.is_grad_enabled() and (_some_train(own) or _some_train(self.parameters()))
         if trains and several_ranks() and not torch.compiler.is_compiling():
             check_layer(self, self._layer_name, self._attached is not None)
-        if self._attached is None or self._planned is not None:  # a plan needs no S
-            return trains
-        return trains and self._attached.observed()
+        return trains
+
+    def _tap(
+        self, output: Tensor, inputs: Sequence[Tensor], part: str = "", of: Tensor | None = None
+    ) -> Tensor:
+        """The output of torch's own forward; where deferred mode observes the call, with S of its inputs behind it."""
+        if not self._observed():
+            return output
+        assert self._attached is not None
+        self._check(output, inputs)
+        return self._attached.tap(output, inputs, part, of)
+
+    def _as_seen(self, input: Any) -> Any:
+        """An input as a matrix product sees it, where deferred mode will look at it."""
+        return under_autocast(input) if self._attached is not None else input
+
+    def _check(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
+        """Raise unless the output is linear in what is trained, and all is real, dense and not transformed."""
+        refuse_transforms(self._layer_name)
+        if not torch.compiler.is_compiling() and self._is_reparametrized():
+            raise RuntimeError(
+                f"{self._layer_name}: its weight is computed by a hook or a parametrization that was added after "
+                "convert, so its output is not linear in what is trained. Call proxprop.revert(model) before "
+                "adding it; convert then leaves the layer explicit"
+            )
+        _check_dense(self._layer_name, inputs)
+        if output.is_complex() or any(tensor.is_complex() for tensor in inputs):
+            check_real(self, self._layer_name)
+            raise TypeError(
+                f"{self._layer_name}: input and output should be real but are complex; {LEAVE_OUT}"
+            )
 
     def _attach(
         self,
@@ -222,7 +273,6 @@ class ProximalLayer(nn.Module):
         inputs: Sequence[Tensor],
         parameters: Sequence[Tensor | None],
         owner: nn.Module | None = None,
-        part: str = "",
     ) -> Tensor:
         """Return the output with the direction of `parameters` attached.
 
@@ -232,27 +282,14 @@ class ProximalLayer(nn.Module):
             inputs: the tensors that backward needs, as its products saw them.
             parameters: None for one that the layer does not have.
             owner: the module they belong to, where it is not this one.
-            part: which of the layer's systems this is.
         """
-        refuse_transforms(self._layer_name)
         if torch.compiler.is_compiling():
             # Dynamo makes a float an input of the graph that reads it first. The backward graphs of several layers
             # read this one, so that it has to be read out here.
             assert self._settings.tau_theta > 0
-        elif self._is_reparametrized():
-            raise RuntimeError(
-                f"{self._layer_name}: its weight is computed by a hook or a parametrization that was added after "
-                "convert, so its output is not linear in what is trained. Call proxprop.revert(model) before "
-                "adding it; convert then leaves the layer explicit"
-            )
+        self._check(output, inputs)
         if not _some_train(parameters):
             return output
-        _check_dense(self._layer_name, inputs)
-        if output.is_complex() or any(tensor.is_complex() for tensor in inputs):
-            check_real(self, self._layer_name)
-            raise TypeError(
-                f"{self._layer_name}: input and output should be real but are complex; {LEAVE_OUT}"
-            )
         is_opaque = torch.compiler.is_compiling() and self._observer is None
         make = CompiledTask if is_opaque and can_be_described(call, self._settings) else Task
         task = make(
@@ -261,13 +298,11 @@ class ProximalLayer(nn.Module):
         )  # fmt: skip
         if self._planned is not None:
             self._planned(owner or self, task.plan(inputs, output, parameters))
-        if self._attached is not None:
-            return self._attached.attach(output, task, inputs, parameters, part)
         return attach_direction(output, task, inputs, parameters)
 
     def _side_solve(self, output: Tensor, parameters: Sequence[Tensor | None]) -> SideSolve | None:
         """Where a call is solved beside the backward pass; None where it is solved in line with it."""
-        if self._attached is not None or self._observer is not None:
+        if self._observer is not None:
             return None
         return (
             side_streams(output.device).solve(self._turn) if pays(self.spaces, output, parameters) else None
@@ -284,6 +319,25 @@ class ProximalLayer(nn.Module):
         if self.space is not None:
             shown.append(f"space={self.space!r}")
         return ", ".join(filter(None, [super().extra_repr(), *shown]))
+
+
+@cache
+def _resting(kind: Any) -> Any:
+    """A class as between two observed steps: a call is the plain class's own forward, eager or compiled.
+
+    A copy or a pickle of a layer that rests is awake, and not attached.
+    """
+
+    def reduce(layer: ProximalLayer, protocol: Any) -> Any:
+        if issubclass(kind, MixedLayer):
+            return kind.__reduce_ex__(layer, protocol)
+        return _empty, (kind,), *cast(tuple[Any, ...], super(kind, layer).__reduce_ex__(2))[2:]
+
+    attributes = {
+        "plain": kind.plain, "awake": kind, "forward": kind.plain.forward, "__reduce_ex__": reduce,
+        "__module__": kind.__module__, "__qualname__": kind.__qualname__,
+    }  # fmt: skip
+    return type(kind.__name__, (kind,), attributes)
 
 
 class MixedLayer(ProximalLayer):
@@ -321,7 +375,10 @@ def _mix(mixin: type[ProximalLayer], plain: type[nn.Module], options: dict[str, 
 
 
 def _remake(mixin: type[ProximalLayer], plain: type[nn.Module], options: dict[str, Any]) -> nn.Module:
-    kind = _mix(mixin, plain, options)
+    return _empty(_mix(mixin, plain, options))
+
+
+def _empty(kind: type[nn.Module]) -> nn.Module:
     return kind.__new__(kind)
 
 

@@ -29,8 +29,9 @@ class Linear(ProximalLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """torch's own forward."""
-        if not self._trains():
-            return super().forward(input)
+        if not self._solves():
+            seen = self._as_seen(input)
+            return self._tap(super().forward(seen), (seen,), of=input)
         input, parameters = under_autocast(input), parameter_views(self.weight, self.bias)
         weight, bias = detached(self.weight, self.bias)
         output = functional.linear(input, weight, bias)
@@ -47,8 +48,8 @@ class Bilinear(ProximalLayer, nn.Bilinear):
 
     def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
         """torch's own forward."""
-        if not self._trains():
-            return super().forward(input1, input2)
+        if not self._solves():
+            return self._tap(super().forward(input1, input2), (input1, input2))
         parameters = parameter_views(self.weight, self.bias)
         weight, bias = detached(self.weight, self.bias)
         output = functional.bilinear(input1, input2, weight, bias)
@@ -70,24 +71,33 @@ class RegisteredLinear(MixedLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         """The same product as the plain class's forward."""
-        if not self._trains():
-            return cast(Tensor, super().forward(input))
+        if not self._solves():
+            input = self._as_seen(input)
+            output = cast(Tensor, super().forward(input))
+            if self._observed():
+                self._check_once(input, output)
+            return self._tap(output, (input,))
         input, parameters = under_autocast(input), parameter_views(self.weight, self.bias)
-        weight, bias = detached(self.weight, self.bias)
-        output = functional.linear(input, weight.mT if self.transposed else weight, bias)
+        output = self._product(input)
         self._check_once(input, output)
         return self._attach(output, LinearCall(self.transposed), (input,), parameters)
 
     def _parts(self) -> dict[str, Part]:
         return self._part(LinearCall(self.transposed), "weight", "bias")
 
+    def _product(self, input: Tensor) -> Tensor:
+        """What the class was registered for, with constant parameters."""
+        weight, bias = detached(self.weight, self.bias)
+        return functional.linear(input, weight.mT if self.transposed else weight, bias)
+
     def _check_once(self, input: Tensor, output: Tensor) -> None:
+        """Compare the plain class's forward with what it was registered for; one of the two is the output."""
         if vars(self).get("_checked") or torch.compiler.is_compiling() or output.is_meta:
             return
         if not bool(output.isfinite().all()):
             return  # a later call will tell
         with torch.no_grad():
-            expected = cast(Tensor, super().forward(input))
+            expected = self._product(input) if self._attached else cast(Tensor, super().forward(input))
         tolerance = torch.finfo(expected.dtype).eps ** 0.5
         if expected.shape != output.shape or not torch.allclose(expected, output, tolerance, tolerance):
             product = "x W + b" if self.transposed else "x Wᵀ + b"

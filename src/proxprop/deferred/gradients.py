@@ -1,14 +1,15 @@
 """Keeps S in step with the gradient it belongs to: started anew when the user zeroes it, and never mixed."""
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
+from proxprop.deferred.accumulator import weakly
 from proxprop.deferred.running import Cluster
 from proxprop.deferred.shards import local
-from proxprop.deferred.system import weakly
 from proxprop.distributed import mesh_of
 from proxprop.torch_internals import after_backward_pass, backward_pass, stored_entries, writes
 
@@ -23,6 +24,9 @@ class Watch:
     since the pass before: set to None, set to zero, or left. What a step that was skipped or given up has summed goes
     with its gradient. On a GPU nothing here waits for the device.
 
+    Where a cluster rests, no Python runs in backward: a list is told which parameters a gradient came to, by its own
+    `append`. Under several ranks, gradients are not where autograd put them, and all passes are looked at.
+
     Args:
         cluster: the systems, and whether S is summed for them in a step.
 
@@ -32,7 +36,8 @@ class Watch:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.systems, self.parameters = cluster, cluster.systems, cluster.parameters
-        self.waiting = False
+        self.waiting = self.resting = False
+        self._arrived: list[Tensor] = []
         self._spread = any(mesh_of(p) is not None for p in self.parameters)
         self._task = -1
         self._summed = self._warned = self._mixed = False
@@ -47,7 +52,33 @@ class Watch:
         """Notice when a gradient comes to these: in a step that is not observed, and before S in a compiled one."""
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._hooks:
-                self._hooks[parameter] = parameter.register_hook(weakly(self.notice))
+                self._hooks[parameter] = self._hooked(parameter)
+
+    def _hooked(self, parameter: Tensor) -> Any:
+        if self.resting:
+            return parameter.register_post_accumulate_grad_hook(self._arrived.append)
+        return parameter.register_hook(weakly(self.notice))
+
+    def rest(self, resting: bool) -> None:
+        """Look at backward passes with no Python, or with all care."""
+        if resting != self.resting:
+            self._unhook()
+            self.resting = resting
+            self.follow(self.parameters)
+
+    def look(self) -> None:
+        """See what came while resting, and whether it was added to a direction."""
+        if not self._arrived:
+            return
+        came = Counter(map(id, self._arrived))
+        now = zip(self.parameters, self._current(), self._solved, strict=False)
+        self._mixed = any(
+            id(p) in came and (version - came[id(p)], self._place(p)) == solved for p, version, solved in now
+        )
+        self.waiting = True
+        if not self._mixed:
+            self._solved = []
+            self._arrived.clear()
 
     def notice(self, _: Tensor | None = None) -> None:
         """A gradient, or S, is about to be added to."""
@@ -85,10 +116,14 @@ class Watch:
 
     def release(self) -> None:
         """Take the hooks off the parameters."""
-        for hook in self._hooks.values():
-            hook.remove()
+        self._unhook()
         for system in self.systems:
             system.watch = None
+
+    def _unhook(self) -> None:
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
 
     def _forget_if_zeroed(self) -> None:
         """Drop S if a gradient that belongs to it was set to None or to zero; the latter is decided on the device."""
