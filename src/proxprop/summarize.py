@@ -18,10 +18,10 @@ from proxprop.conversion import (
     refusal,
     unknown,
 )
+from proxprop.deferred.average import Running
 from proxprop.deferred.choice import gram_bytes, in_units
 from proxprop.deferred.cost import deferred_plan
 from proxprop.deferred.handle import Attachment
-from proxprop.deferred.running import Running
 from proxprop.nn import ProximalLayer, known
 from proxprop.solvers import FEATURE, Plan
 from proxprop.transfer.autograd import cuda_devices

@@ -19,7 +19,7 @@ from torch import Tensor
 from proxprop import device
 from proxprop.backward import as_transfer, no_autocast, precision
 from proxprop.deferred.equation import Equation
-from proxprop.deferred.rows import rows_pay
+from proxprop.deferred.preconditioner import rows_pay
 from proxprop.distributed import mesh_of, several_ranks
 from proxprop.nn.layer import Part, ProximalLayer
 from proxprop.solvers import DIAGONAL

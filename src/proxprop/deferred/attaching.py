@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from proxprop.conversion import by_default, check_module, last_layer
+from proxprop.deferred.average import Running
 from proxprop.deferred.choice import (
     FALLBACKS,
     MAX_BYTES,
@@ -17,7 +18,6 @@ from proxprop.deferred.choice import (
     in_optimizers,
 )
 from proxprop.deferred.handle import Attached
-from proxprop.deferred.running import Running
 from proxprop.distributed import refuse_flat_parameters
 from proxprop.nn import ProximalLayer
 

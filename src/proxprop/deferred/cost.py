@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from proxprop.deferred.equation import Equation
 from proxprop.deferred.handle import Attachment
-from proxprop.deferred.rows import products_with_rows, rows_pay, rows_space
+from proxprop.deferred.preconditioner import products_with_rows, rows_pay, rows_space
 from proxprop.nn import ProximalLayer
 from proxprop.solvers import DIAGONAL, FEATURE, Plan
 from proxprop.transfer import LinearTransfer

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from proxprop.deferred.accumulator import weakly
-from proxprop.deferred.running import Cluster
-from proxprop.deferred.shards import local
+from proxprop.deferred.average import Cluster
+from proxprop.deferred.writer import local
 from proxprop.distributed import mesh_of
 from proxprop.torch_internals import after_backward_pass, backward_pass, stored_entries, writes
 

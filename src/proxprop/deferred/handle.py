@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,18 +10,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from proxprop.deferred.accumulator import Sampling, SeenInput, System
+from proxprop.deferred.average import Averages, Cluster, Running, load_state_dict, state_dict, take_turns
 from proxprop.deferred.choice import Choice
 from proxprop.deferred.equation import Equation, components
 from proxprop.deferred.gradients import Watch
 from proxprop.deferred.joining import Joins
 from proxprop.deferred.joint import Term, join
-from proxprop.deferred.operator import SolveOnce, absolute_form
+from proxprop.deferred.preconditioner import RowSolve, Solve, absolute_form
 from proxprop.deferred.reduction import Reduction
-from proxprop.deferred.rows import RowSolve
-from proxprop.deferred.running import Averages, Cluster, Running
-from proxprop.deferred.state import load_state_dict, state_dict
-from proxprop.deferred.step import direct
-from proxprop.deferred.together import Directions
+from proxprop.deferred.writer import Directions, direct
 from proxprop.distributed import mesh_of, several_ranks
 from proxprop.nn import ProximalLayer
 from proxprop.torch_internals import backward_pass, in_transform, writes
@@ -113,22 +109,21 @@ class Attachment:
 
 
 class BeforeForward:
-    """A hook of the model: wakes layers up that train other parameters than before. A copy of it does nothing.
+    """A hook of the model, by which layers that rest are looked after. A copy of it does nothing.
 
-    In a compiled model, and where parts of the model are called alone, that is noticed a step later.
+    In a compiled model, and where parts of the model are called alone, it does not run, and what it would have
+    noticed is noticed a step later.
     """
 
-    def __init__(self, ties: Mapping[Cluster, Sequence[Attachment]] = MappingProxyType({})) -> None:
-        self.ties = ties
+    def __init__(self, handle: "Attached | None" = None) -> None:
+        self.handle = handle
 
     def __call__(self, model: nn.Module, args: Any) -> None:
-        """Look at layers that rest."""
+        """Have the handle look."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_transform():
             return
-        for cluster, ties in self.ties.items():
-            if not cluster.due:
-                for tie in ties:
-                    tie.check()
+        if self.handle is not None:
+            self.handle.before_forward()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BeforeForward, ()
@@ -174,6 +169,8 @@ class Attached(Joins):
         }
         update_every = running.update_every if running is not None else 1
         self.clusters = [Cluster(systems, update_every) for systems in components(self.systems)]
+        if running is not None and running.damping is not None:
+            take_turns(self.clusters, running.invert_every)
         self._watches = {cluster: Watch(cluster) for cluster in self.clusters}
         for cluster in self.clusters:
             cluster.systems[0].alone = len(cluster.systems) == 1 and running is None
@@ -191,7 +188,7 @@ class Attached(Joins):
         self.reduction = Reduction(model, self.systems)
         self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
         if self.averages is not None:
-            self._hooks.append(model.register_forward_pre_hook(BeforeForward(self._ties)))
+            self._hooks.append(model.register_forward_pre_hook(BeforeForward(self)))
 
     def _systems(self, name: str, choice: Choice) -> dict[str, System]:
         """The systems of a layer, none where it stays explicit."""
@@ -265,7 +262,7 @@ class Attached(Joins):
         for found in steps.values():
             for equation, S, samples in join(found):
                 settings = equation.layer._settings
-                direct(equation, SolveOnce(absolute_form(S, samples, settings), settings.solver))
+                direct(equation, Solve(absolute_form(S, samples, settings), settings.solver, once=True))
         for cluster in steps:
             self._watches[cluster].note_solved()
         return steps
@@ -275,6 +272,8 @@ class Attached(Joins):
         for cluster in resting:
             for system in cluster.systems:
                 system.forget()  # a graph from an observed step, or a layer with another cluster that is observed
+        assert self.averages is not None
+        self.averages.refresh(resting)
         turned = [*taken, *(c for c in resting if not self._watches[c].holds_direction())]
         self._directions.turn([pair for cluster in turned for pair in cluster.operators])
         for cluster in (*taken, *resting):
@@ -288,6 +287,12 @@ class Attached(Joins):
         """Let layers rest, or wake up, as their next step is."""
         for tie in {tie: None for cluster in clusters for tie in self._ties[cluster]}:
             tie.rest()
+
+    def before_forward(self) -> None:
+        """Wake layers up that train other parameters than before; notice a wrapper that was put around the model."""
+        self.reduction.notice()
+        for tie in {tie: None for c, ties in self._ties.items() if not c.due for tie in ties}:
+            tie.check()
 
     def sampling(self, system: System) -> Sampling | None:
         """Which rows S of the next call is estimated from; None for all."""

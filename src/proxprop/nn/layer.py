@@ -195,7 +195,7 @@ class ProximalLayer(nn.Module):
     def _rest(self, resting: bool) -> None:
         """Run the plain class's own forward and nothing of ours, or wake up again."""
         kind = type(self)
-        awake: type[ProximalLayer] = vars(kind).get("awake", kind)
+        awake: Any = vars(kind).get("awake", kind)
         self.__class__ = _resting(awake) if resting else awake
 
     def _note_failure(self, failed: Tensor | None) -> None:
@@ -210,7 +210,8 @@ class ProximalLayer(nn.Module):
 
     def _solves(self) -> bool:
         """Whether this call is solved inside backward, or is to tell its plan."""
-        return (self._attached is None or self._planned is not None) and self._trains()
+        trains = self._trains()  # also where deferred mode solves: it refuses what can't be
+        return trains and (self._attached is None or self._planned is not None)
 
     def _observed(self) -> bool:
         """Whether deferred mode sums S of this call."""

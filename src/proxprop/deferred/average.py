@@ -1,26 +1,31 @@
-"""Running averages of S, inverted every so many steps."""
+"""Running averages of S, inverted every so many steps, and their state.
+
+An observed step updates the averages of all layers. Their inverses are made anew in turns: of all layers together they
+take longer than a step, so that each of the `invert_every` steps has its share.
+"""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from proxprop import tuning
 from proxprop.deferred.accumulator import System
 from proxprop.deferred.equation import Equation
 from proxprop.deferred.joint import Term, join, total
-from proxprop.deferred.operator import (
+from proxprop.deferred.preconditioner import (
+    Due,
     Form,
-    Inverse,
     Operator,
-    Solve,
     absolute_form,
-    kept_operators,
+    empty,
+    made,
     relative_form,
 )
-from proxprop.solvers import Exact
+from proxprop.solvers import DIAGONAL
 from proxprop.torch_internals import add_all, multiply_all, norms
 
 
@@ -46,16 +51,21 @@ class Running:
             whatever `update_every` is.
         update_every: S is summed in a layer's first step and every so many after it. The steps between run torch's own
             layer, at its own cost, and turn its gradient with what was kept.
-        invert_every: the average is inverted in the first step and every so many after it; a multiple of
-            `update_every`.
-        damping: ρ > 0. None takes the layer's own `tau_theta` and `scaling`, with `N·C` of the step in the place of S.
+        invert_every: a layer's average is inverted in the first step, and then in one of so many; a multiple of
+            `update_every`. Large layers take turns, so that no step inverts them all: a layer's inverse is that of the
+            last update before its turn. The largest, and all small ones, have theirs in the first of these steps.
+        damping: ρ > 0. None takes the layer's own `tau_theta` and `scaling`, with `N·C` of the step in the place of S;
+            there are no turns then.
         rows: estimate S of a call from so many of its rows, drawn without replacement, and scale it up. The
             estimate is unbiased, and its mean square error is `N²/rows·(1 − rows/N)·s²`, with
             `s² = Σ‖aaᵀ − S/N‖² / (N − 1)` over the N rows a. The gradient takes all rows. None takes all for S too.
+        inverse_dtype: `torch.bfloat16` keeps inverses in half the memory, and multiplies with them twice as fast. Each
+            of their numbers is rounded to eight bits, which directions of large variance feel most: D errs by about
+            `2⁻⁹·(1 + ρ)/ρ` of the gradient's norm. None keeps them in S's precision.
 
     Example:
         >>> Running(decay=0.9, update_every=5)
-        Running(decay=0.9, update_every=5, invert_every=10, damping=0.3, rows=None)
+        Running(decay=0.9, update_every=5, invert_every=10, damping=0.3, rows=None, inverse_dtype=None)
     """
 
     decay: float = 0.95
@@ -63,6 +73,7 @@ class Running:
     invert_every: int = 10
     damping: float | None = 0.3
     rows: int | None = None
+    inverse_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
@@ -80,6 +91,8 @@ class Running:
             )
         if self.damping is not None and not (self.damping > 0 and math.isfinite(self.damping)):
             raise ValueError(f"damping should be > 0 and finite, or None, but is {self.damping}")
+        if self.inverse_dtype not in (None, torch.bfloat16):
+            raise ValueError(f"inverse_dtype should be torch.bfloat16 or None but is {self.inverse_dtype}")
 
 
 class Average(NamedTuple):
@@ -118,6 +131,7 @@ class Cluster:
         systems: the systems.
         update_every: S is summed in the first of so many steps.
         operators: an equation and its operator each, since they were last made.
+        turn: in which of the steps between two inversions its average is inverted.
         steps: how many steps it took.
         due: whether S is to be summed in this step. A compiled layer sees this, and no number that is new each step.
     """
@@ -125,6 +139,7 @@ class Cluster:
     systems: Sequence[System]
     update_every: int = 1
     operators: list[tuple[Equation, Operator]] = field(default_factory=list, init=False)
+    turn: int = field(default=0, init=False)
     steps: int = field(init=False)
     due: bool = field(init=False)
 
@@ -153,6 +168,14 @@ class Cluster:
         trained = self._trained()
         return trained == self._made_for and any(trained)
 
+    @property
+    def cost(self) -> float:
+        """How long its average takes to be inverted, beside others'; nothing where it is small."""
+        layouts = [system.layout for system in self.systems if system.usual and system.trained]
+        sizes = [layout.sizes for layout in layouts if DIAGONAL not in layout.spaces]
+        large = (size for size in sizes if size.features >= tuning.TURNS_LEAST_FEATURES)
+        return sum(size.groups * float(size.features) ** 3 for size in large)
+
     def keep(self, operators: list[tuple[Equation, Operator]]) -> None:
         """Take on operators for the parameters that are trained now."""
         self.operators, self._made_for = operators, self._trained()
@@ -163,6 +186,18 @@ class Cluster:
     def reach(self, steps: int) -> None:
         """Go on from so many steps."""
         self.steps, self.due = steps, steps % self.update_every == 0
+
+
+def take_turns(clusters: Sequence[Cluster], steps: int) -> None:
+    """Give clusters their turns, such that all of so many steps have about as much to invert.
+
+    Small matrices are inverted together, in the first of these steps: that takes a few calls, however many there are.
+    """
+    load = [0.0] * steps
+    for cluster in sorted(clusters, key=lambda cluster: -cluster.cost):
+        cost = cluster.cost
+        cluster.turn = load.index(min(load)) if cost else 0
+        load[cluster.turn] += cost
 
 
 class Averages:
@@ -198,10 +233,16 @@ class Averages:
         due = {
             cluster: samples.get(cluster)
             for cluster, terms in steps.items()
-            if cluster.steps % self.running.invert_every == 0
-            or any(term.equation in started for term in terms)
+            if self._has_its_turn(cluster) or any(term.equation in started for term in terms)
         }
         self._invert(due)
+
+    def refresh(self, clusters: Sequence[Cluster]) -> None:
+        """Make the operators anew of clusters that rest in this step and have their turn."""
+        self._invert({cluster: None for cluster in clusters if self._has_its_turn(cluster)})
+
+    def _has_its_turn(self, cluster: Cluster) -> bool:
+        return cluster.steps % self.running.invert_every == cluster.turn
 
     def _update(self, terms: Sequence[Term]) -> set[Equation]:
         """Update the averages; returns the systems whose average was started or moved here."""
@@ -229,13 +270,15 @@ class Averages:
             for cluster, samples in clusters.items()
             for term in self._joined(cluster)
         ]
-        forms = (
-            (self._form(term, samples), term.equation.layer._settings.solver) for _, term, samples in due
+        before = {equation: operator for cluster in clusters for equation, operator in cluster.operators}
+        asked = (
+            Due(self._form(term, samples), term.equation.layer._settings.solver, before.get(term.equation))
+            for _, term, samples in due
         )
-        made = kept_operators(forms)
+        found = made(asked, self.running.inverse_dtype)
         for cluster in clusters:
             cluster.keep([])
-        for (cluster, term, _), (operator, failed) in zip(due, made, strict=True):
+        for (cluster, term, _), (operator, failed) in zip(due, found, strict=True):
             cluster.operators.append((term.equation, operator))
             term.equation.layer._note_failure(failed)
 
@@ -252,8 +295,58 @@ class Averages:
         return [(term.equation, self._empty(term)) for term in self._joined(cluster)]
 
     def _empty(self, term: Term) -> Operator:
-        solver, form = term.equation.layer._settings.solver, self._form(term, term.samples)
-        zeros = torch.zeros_like(form.M)
-        if isinstance(solver, Exact) and zeros.dim() == 3:
-            return Inverse(zeros)
-        return Solve(Form(zeros, form.damping, form.factor), solver)
+        solver = term.equation.layer._settings.solver
+        return empty(self._form(term, term.samples), solver, self.running.inverse_dtype)
+
+
+def state_dict(averages: Averages, clusters: Sequence[Cluster]) -> dict[str, Tensor]:
+    """S̄ and N̄ of every system, and every cluster's number of steps and kept matrices; zeros before the first step.
+
+    Keys are the layers' names followed by `S`, `samples`, `steps` and `kept`. The tensors are the ones in use.
+    """
+    return dict(_state(averages, clusters))
+
+
+def _state(averages: Averages, clusters: Sequence[Cluster]) -> Iterator[tuple[str, Tensor]]:
+    for cluster in clusters:
+        _make_room(averages, cluster, [system for system in cluster.systems if system.usual])
+        yield f"{cluster.name}.steps", torch.tensor(cluster.steps)
+        for system in cluster.systems:
+            if system in averages.averages:
+                yield f"{system.name}.S", averages.averages[system].S
+                yield f"{system.name}.samples", averages.averages[system].samples
+        for equation, operator in cluster.operators:
+            yield f"{equation.name}.kept", operator.kept
+
+
+def _make_room(averages: Averages, cluster: Cluster, systems: Sequence[System]) -> None:
+    """Make room for what was not taken in yet."""
+    for system in systems:
+        if system not in averages.averages and system.trained:
+            averages.average(Term(system, *system.split(system.current)))
+    if not cluster.operators:
+        cluster.keep(averages.empty_operators(cluster))
+
+
+def load_state_dict(averages: Averages, clusters: Sequence[Cluster], state: Mapping[str, Tensor]) -> None:
+    """Take over what `state_dict` made; tensors are copied.
+
+    Raises:
+        ValueError: an entry is missing, not expected, or of another shape.
+    """
+    expected = set[str]()
+    for cluster in clusters:
+        _make_room(averages, cluster, [s for s in cluster.systems if f"{s.name}.S" in state])
+        cluster.keep(averages.empty_operators(cluster))
+    for name, tensor in _state(averages, clusters):
+        expected.add(name)
+        if name not in state:
+            raise ValueError(f"the state has no {name!r}, which this model needs")
+        if state[name].shape != tensor.shape:
+            found, wanted = list(state[name].shape), list(tensor.shape)
+            raise ValueError(f"{name!r} should have shape {wanted} but has {found}")
+        tensor.copy_(state[name])
+    for cluster in clusters:
+        cluster.reach(int(state[f"{cluster.name}.steps"]))
+    if unknown := sorted(set(state) - expected):
+        raise ValueError(f"the state has {unknown[0]!r}, which this model has no use for")

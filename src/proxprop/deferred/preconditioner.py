@@ -1,0 +1,349 @@
+"""What turns a gradient into a direction: `B -> factor·(λI + M)⁻¹B`, by a solver, from rows, or by an inverse.
+
+Large inverses on a GPU come by blocks, in products on tensor cores that are as accurate as float32's. With M in four
+blocks `(M₁ M₂; M₂ᵀ M₃)`, A the inverse factor of M₁ and `P = A M₂`,
+
+    C  is the inverse factor of  M₃ − PᵀP,      R = (A 0; −C PᵀA C),      (λI + M)⁻¹ = RᵀR,
+
+each of A and C in the same way. Those are `2n³` FLOPs, nearly all in products of a quarter of the matrix or more.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from proxprop import tuning
+from proxprop.device import is_traced, round_up
+from proxprop.settings import Settings
+from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Exact, Sizes, Solution, Solver
+from proxprop.solvers.cholesky import divisor, factorize_whole, upper_bound
+from proxprop.solvers.matmul import transposed_product
+from proxprop.solvers.plan import remembered_plan
+from proxprop.transfer import LinearTransfer
+
+_product = partial(transposed_product, precise=True)
+
+
+class Operator(Protocol):
+    """`B -> factor·(λI + M)⁻¹B`."""
+
+    @property
+    def kept(self) -> Tensor:
+        """The matrix it holds."""
+
+    def apply(self, B: Tensor) -> Solution:
+        """The direction for `B [groups, features, outputs]`."""
+
+    def scale(self) -> Tensor:
+        """What each feature is multiplied by `[groups, features]`, where M is diagonal."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """M, λ and the factor: all that a direction depends on beside B and the solver.
+
+    Attributes:
+        M: `[groups, features, features]`, or a diagonal `[groups, features]`.
+        damping: λ.
+        factor: what the solution is multiplied by.
+    """
+
+    M: Tensor
+    damping: float
+    factor: float
+
+
+def absolute_form(S: Tensor, samples: Tensor | None, settings: Settings) -> Form:
+    """A layer's own settings: `(I/τ_θ + S)⁻¹B`, or `(I + τ_θ·S/N)⁻¹B`. S is overwritten."""
+    damping = 1 / settings.tau_theta
+    if settings.scaling == "paper":
+        return Form(S, damping, 1.0)
+    assert samples is not None
+    return Form(S.div_(samples.clamp(min=1.0)), damping, damping)
+
+
+def relative_form(S: Tensor, damping: float) -> Form:
+    """`(1 + ρ)·c·(ρcI + S)⁻¹B` with c the mean of S's diagonal, for each group: the scale of S drops out.
+
+    Where S is c times the identity this is B itself, whatever ρ; as ρ grows it tends to B. S is overwritten.
+
+    Args:
+        S: any multiple of it gives the same.
+        damping: ρ.
+    """
+    diagonal = S if S.dim() == 2 else S.diagonal(dim1=-2, dim2=-1)
+    mean = diagonal.mean(-1)
+    mean = torch.where(mean == 0, 1.0, mean).view(-1, *[1] * (S.dim() - 1))
+    return Form(S.div_(mean), damping, 1 + damping)
+
+
+@dataclass(frozen=True)
+class Solve:
+    """Asks the solver.
+
+    Attributes:
+        form: the system.
+        solver: the layer's.
+        once: whether it is asked once, and may overwrite M.
+    """
+
+    form: Form
+    solver: Solver
+    once: bool = False
+
+    @property
+    def kept(self) -> Tensor:
+        """M."""
+        return self.form.M
+
+    def apply(self, B: Tensor) -> Solution:
+        """The solver's answer."""
+        if B.numel() == 0:
+            return Solution(B)
+        M = self.form.M if self.once else self.form.M.clone()
+        return self.solver.features(M, B, self.form.damping).times(self.form.factor)
+
+    def scale(self) -> Tensor:
+        """`factor / (λ + M)`."""
+        return self.form.factor / (self.form.M + self.form.damping)
+
+
+@dataclass(eq=False)
+class Inverse:
+    """`factor·(λI + M)⁻¹` as a matrix; `1/(λ + trace M)` times the factor where a factorisation failed.
+
+    Attributes:
+        kept: the matrix `[groups, features, features]`, which may be moved to lie beside others.
+    """
+
+    kept: Tensor
+
+    def apply(self, B: Tensor) -> Solution:
+        """One product."""
+        return Solution(self.kept.to(B.dtype) @ B)
+
+    def scale(self) -> Tensor:
+        """Not for a diagonal M."""
+        raise NotImplementedError("a diagonal is divided by, not inverted")
+
+
+class Due(NamedTuple):
+    """An operator to be made: its system, its solver, and the one made before, which is written over if it can be."""
+
+    form: Form
+    solver: Solver
+    before: Operator | None
+
+
+def made(due: Iterable[Due], dtype: torch.dtype | None) -> list[tuple[Operator, Tensor | None]]:
+    """Operators to be used many times: inverses for `Exact`, else what the solver is asked with.
+
+    Small matrices of one size are inverted together, as groups of one system; large ones as they come, so that only
+    one of them is held beside its average.
+
+    Args:
+        due: the operators to make.
+        dtype: the precision that inverses are kept in; None for that of M.
+
+    Returns:
+        Each operator, and for each of its groups whether it failed to be made, where that can be.
+    """
+    found: dict[int, tuple[Operator, Tensor | None]] = {}
+    small: dict[tuple[object, ...], dict[int, Due]] = {}
+    for place, each in enumerate(due):
+        form, solver, before = each
+        if not isinstance(solver, Exact) or form.M.dim() == 2:
+            found[place] = Solve(form, solver), None
+        elif form.M.shape[-1] > tuning.INVERSE_BLOCK:
+            X, failed = inverse(form.M, form.damping)
+            found[place] = _kept(X.mul_(form.factor), before, dtype), failed
+        else:
+            alike = form.M.shape[1:], form.M.dtype, form.M.device, form.damping, form.factor
+            small.setdefault(alike, {})[place] = each
+    for group in small.values():
+        forms = [each.form for each in group.values()]
+        X, failed = inverse(torch.cat([form.M for form in forms]), forms[0].damping)
+        X.mul_(forms[0].factor)
+        sizes = [len(form.M) for form in forms]
+        for (place, each), own, flag in zip(group.items(), X.split(sizes), failed.split(sizes), strict=True):
+            found[place] = _kept(own, each.before, dtype), flag
+    return [found[place] for place in range(len(found))]
+
+
+def _kept(X: Tensor, before: Operator | None, dtype: torch.dtype | None) -> Inverse:
+    """An inverse, where the one before was: a CUDA graph of a step goes on reading there."""
+    dtype = dtype or X.dtype
+    kept = before.kept if isinstance(before, Inverse) else None
+    if kept is None or (kept.shape, kept.dtype, kept.device) != (X.shape, dtype, X.device):
+        return Inverse(X.to(dtype))
+    kept.copy_(X)
+    assert isinstance(before, Inverse)
+    return before
+
+
+def inverse(M: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """`(λI + M)⁻¹ [groups, size, size]`, and for each group whether it failed; M may be overwritten."""
+    if M.shape[-1] > tuning.INVERSE_BLOCK and M.is_cuda and not is_traced():
+        return inverse_by_blocks(M, damping)
+    factorization = factorize_whole(M, damping)
+    return factorization.inverse(), factorization.failed
+
+
+def inverse_by_blocks(M: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """`inverse` in products of blocks, one matrix after the other."""
+    size = M.shape[-1]
+    count = -(-size // tuning.INVERSE_BLOCK)
+    rows = round_up(size, count * tuning.ALIGNED) // count
+    bound, X, failures = upper_bound(M, damping), torch.empty_like(M), []
+    for matrix, out in zip(M, X, strict=True):
+        left = M.new_zeros(count * rows, count * rows)
+        left[:size, :size] = matrix
+        left.diagonal().add_(damping)
+        left.diagonal()[size:] = 1.0
+        R = torch.zeros_like(left)
+        failures.append(_invert_factor(left, R, rows))
+        out.copy_(_square_of_lower(R, rows)[:size, :size])
+    broken = torch.cat(failures)
+    safe = torch.eye(size, dtype=M.dtype, device=M.device) / divisor(bound)[:, None, None]
+    return torch.where(broken[:, None, None], safe, X), broken & bound.isnan().logical_not()
+
+
+def _invert_factor(M: Tensor, R: Tensor, rows: int) -> Tensor:
+    """Write `L⁻¹` of `M = LLᵀ` to R and say whether that failed `[1]`; both are of whole blocks, M is overwritten."""
+    if len(M) == rows:
+        whole = factorize_whole(M[None].clone(), 0.0)
+        R.copy_(whole.inverse_factor()[0])
+        return whole.failed
+    half = len(M) // rows // 2 * rows
+    A, C = R[:half, :half], R[half:, half:]
+    failed = _invert_factor(M[:half, :half], A, rows)
+    P = _product(A.mT, M[:half, half:])
+    M[half:, half:] -= _product(P)
+    failed = failed | _invert_factor(M[half:, half:], C, rows)
+    R[half:, :half] = _product(C.mT, _product(P, A)).neg_()
+    return failed
+
+
+def _square_of_lower(R: Tensor, rows: int) -> Tensor:
+    """`RᵀR` of a matrix that is lower triangular in blocks of so many rows."""
+    X = torch.empty_like(R)
+    for start in range(0, len(R), rows):
+        end = start + rows
+        X[:end, start:end] = _product(R[start:, :end], R[start:, start:end])
+        X[start:end, :start] = X[:start, start:end].mT
+    return X
+
+
+def rows_pay(sizes: Sizes, settings: Settings) -> bool:
+    """Whether a step is cheaper from so many rows than from S, in no more memory.
+
+    Args:
+        sizes: the system's, with the samples of all calls together.
+        settings: the layer's; a pinned space decides.
+
+    Example:
+        >>> wide = Sizes(groups=1, samples=500, features=3073, outputs=4000)
+        >>> rows_pay(wide, Settings(Exact())), rows_pay(wide._replace(samples=2000), Settings(Exact()))
+        (True, False)
+    """
+    solver = settings.solver
+    space = rows_space(solver)
+    if space not in solver.spaces or not 0 < sizes.samples <= sizes.features:
+        return False
+    if settings.space is not None:
+        return settings.space == space
+    costs = remembered_plan(sizes, solver).costs
+    return costs[space].effort + products_with_rows(sizes, space) < costs[FEATURE].effort
+
+
+def rows_space(solver: Solver) -> str:
+    """Where a step from rows is solved."""
+    return SAMPLE if isinstance(solver, Exact) else MATRIX_FREE
+
+
+def products_with_rows(sizes: Sizes, space: str) -> float:
+    """FLOPs of a step from rows beyond those of immediate mode: in sample space, products with A and Aᵀ, twice each."""
+    groups, samples, features, outputs = sizes
+    return 8.0 * groups * samples * features * outputs if space == SAMPLE else 0.0
+
+
+@dataclass(frozen=True)
+class RowSolve:
+    """`B -> factor·(λI + AᵀA)⁻¹B` for a layer's rows A; CG takes the steps that it would take with S.
+
+    `K = AAᵀ` takes the place of S, for whatever is in `.grad` at the step: it may have been clipped, or hold more than
+    `AᵀG`, so that immediate mode's `D = Aᵀ(λI + K)⁻¹G` is not at hand. Woodbury's identity is,
+
+        X = (λI + K)⁻¹AB,    D = (B − AᵀX)/λ,
+
+    but where λ is small beside S the difference cancels. What rounding leaves of it is in the row space of A, where
+    exactly `AD = X`, and solved for without a difference: `D + Aᵀ(λI + K)⁻¹(X − AD)`. Without that step float32 errors
+    are two to five times those of a Cholesky factor of S; with it about the same, or up to thirty times smaller.
+
+    Attributes:
+        transfer: all calls of a step as one.
+        settings: the layer's.
+    """
+
+    transfer: LinearTransfer
+    settings: Settings
+
+    @property
+    def kept(self) -> Tensor:
+        """The rows."""
+        return self.transfer.rows()
+
+    def apply(self, B: Tensor) -> Solution:
+        """The direction for `B [1, features, outputs]`."""
+        if B.numel() == 0:
+            return Solution(B)
+        samples, solver = self.transfer.sizes.samples, self.settings.solver
+        damping, factor = self.settings.damping(samples), self.settings.factor(samples)
+        if isinstance(solver, Exact):
+            found = self._solve(B, damping)
+        else:
+            found = solver.matrix_free(lambda V: self._adjoint(self._image(V)), B, damping)
+        return found.times(factor)
+
+    def scale(self) -> Tensor:
+        """Not for rows."""
+        raise NotImplementedError("rows have no diagonal S")
+
+    def _image(self, V: Tensor) -> Tensor:
+        """`AV`, on a GPU's tensor cores, where the layer's own forward would not be."""
+        (A,) = self.transfer.rows()
+        inputs = A.shape[1]
+        product = transposed_product(A.mT, V[0, :inputs])
+        return (product.add_(V[0, inputs:]) if self.transfer.bias else product)[None]
+
+    def _adjoint(self, U: Tensor) -> Tensor:
+        """`AᵀU`."""
+        transfer = self.transfer
+        return transfer.to_features(transfer.gradient(transfer.from_samples(U)))
+
+    def _solve(self, B: Tensor, damping: float) -> Solution:
+        """`(λI + AᵀA)⁻¹B` for any `B [1, features, outputs]`; where the factorisation failed, `B / (λ + trace K)`.
+
+        A failure is substituted in small matrices, where it costs little: without R, D is a multiple of B.
+        """
+        factorization = factorize_whole(self.transfer.sample_gram(), damping)
+        R, failed = factorization.inverse_factor(), factorization.failed
+        broken = failed[:, None, None]
+        shrink = torch.where(broken, R[:, :1, :1].square() * damping, 1.0)  # R is I/√(λ + trace K) there
+        R = torch.where(broken, 0.0, R)
+        X = R.mT @ (R @ self._image(B))
+        D = (B * shrink).sub_(self._adjoint(X)).div_(damping)
+        D += self._adjoint(R.mT @ (R @ (X - self._image(D))))
+        return Solution(D, failed)
+
+
+def empty(form: Form, solver: Solver, dtype: torch.dtype | None) -> Operator:
+    """An operator that holds zeros, for what was saved to be copied into."""
+    zeros = torch.zeros_like(form.M)
+    if isinstance(solver, Exact) and zeros.dim() == 3:
+        return Inverse(zeros.to(dtype or zeros.dtype))
+    return Solve(Form(zeros, form.damping, form.factor), solver)
