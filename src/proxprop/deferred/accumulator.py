@@ -268,7 +268,7 @@ class System(Equation):
         self._rows: list[Tensor] = []
         self.watch: Watch | None = None
         self.calls = 0
-        self.key = f"{name} {id(self)}"
+        self.key = f"{layer._turn} {name}"  # the same if it is attached again: a compiled graph may hold it
         _systems[self.key] = self
         if self.trained:  # ahead of the first call, which may be a compiled one
             parameter = self.trained[0].parameter
