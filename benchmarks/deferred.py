@@ -5,10 +5,10 @@
     python benchmarks/deferred.py --device cpu --small --ways eager compile      # whether it runs
 
 Ways of running are eager steps, `torch.compile` of the model, and CUDA graphs of whole steps: one for every step of a
-period, replayed in turn. A method takes its period of steps (as many as between two inversions of a layer) and the plain
-optimizer takes ten, round after round, so that a ratio compares neighbours in time. Each step is timed by itself, after
-warm-up and a first period. A section that fails says so and the others go on. Needs torch alone; PYTHONPATH=src where
-proxprop is not installed.
+period, replayed in turn. A method takes its period of steps (as many as between two inversions of a layer) and the
+plain optimizer ten, round after round, so that a ratio compares neighbours in time. Each step is timed by itself, after
+a first period. A section that fails says so and the others go on. Needs torch alone; PYTHONPATH=src where proxprop is
+not installed.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -241,7 +242,7 @@ def times(step: Callable[[], None], count: int, device: str) -> list[float]:
         step()
         event.record()
     torch.cuda.synchronize()
-    return [one.elapsed_time(other) for one, other in zip(events, events[1:], strict=False)]
+    return [one.elapsed_time(other) for one, other in pairwise(events)]
 
 
 def peak(training: Training, count: int) -> float | None:

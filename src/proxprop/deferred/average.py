@@ -239,7 +239,8 @@ class Averages:
 
     def refresh(self, clusters: Sequence[Cluster]) -> None:
         """Make the operators anew of clusters that rest in this step and have their turn."""
-        self._invert({cluster: None for cluster in clusters if self._has_its_turn(cluster)})
+        if due := [cluster for cluster in clusters if self._has_its_turn(cluster)]:
+            self._invert(dict.fromkeys(due))
 
     def _has_its_turn(self, cluster: Cluster) -> bool:
         return cluster.steps % self.running.invert_every == cluster.turn

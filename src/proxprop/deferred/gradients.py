@@ -1,11 +1,10 @@
 """Keeps S in step with the gradient it belongs to: started anew when the user zeroes it, and never mixed."""
 
 import warnings
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from proxprop.deferred.accumulator import weakly
 from proxprop.deferred.average import Cluster
@@ -70,15 +69,19 @@ class Watch:
         """See what came while resting, and whether it was added to a direction."""
         if not self._arrived:
             return
-        came = Counter(map(id, self._arrived))
-        now = zip(self.parameters, self._current(), self._solved, strict=False)
-        self._mixed = any(
-            id(p) in came and (version - came[id(p)], self._place(p)) == solved for p, version, solved in now
-        )
-        self.waiting = True
+        self.waiting, self._mixed = True, self._was_added_to(self._arrived[0])
         if not self._mixed:
             self._solved = []
             self._arrived.clear()
+
+    def _was_added_to(self, parameter: Tensor) -> bool:
+        """Whether all that was done to a gradient since the last solve is that backward passes added to it."""
+        gradient = parameter.grad
+        if not self._solved or gradient is None:
+            return False
+        times = sum(other is parameter for other in self._arrived)
+        (solved,) = (s for p, s in zip(self.parameters, self._solved, strict=True) if p is parameter)
+        return solved == (writes(gradient) - times, self._place(parameter))
 
     def notice(self, _: Tensor | None = None) -> None:
         """A gradient, or S, is about to be added to."""
@@ -189,7 +192,7 @@ class Watch:
         inside = (NONE if (g := p.grad) is None else writes(local(g)) for p in self.parameters)
         return [own if own == NONE else own + more for own, more in zip(found, inside, strict=True)]
 
-    def _place(self, parameter: nn.Parameter) -> int:
+    def _place(self, parameter: Tensor) -> int:
         """Where a gradient lies. DDP may put it elsewhere, where writes are counted anew."""
         gradient = parameter.grad
         if gradient is None or gradient.is_sparse:

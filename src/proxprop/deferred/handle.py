@@ -54,10 +54,11 @@ class Attachment:
 
     def check(self) -> None:
         """Before a forward pass: see whether other parameters are trained, or there, than in the step before."""
-        if not self._spread and any(watch.cluster.resting for watch in self._watches):
-            self._refuse_other_parameters()
-        if any(watch.cluster.observed for watch in self._watches):
-            self.rest()
+        self._refuse_other_parameters()
+        for watch in self._watches:
+            if watch.cluster.observed:
+                self.rest()
+                return
 
     def tap(self, output: Tensor, inputs: Sequence[Tensor], part: str, of: Tensor | None = None) -> Tensor:
         """The output of torch's own forward such that backward adds S of the inputs to one of the layer's systems."""
@@ -251,6 +252,8 @@ class Attached(Joins):
 
     def _solve(self, terms: Sequence[Term]) -> Iterable[Cluster]:
         """Take in S of clusters of which all terms are here; without running averages, solve for them."""
+        if not terms:
+            return ()
         steps: dict[Cluster, list[Term]] = {}
         for term in terms:
             steps.setdefault(self._cluster_of[term.equation], []).append(term)
@@ -281,7 +284,7 @@ class Attached(Joins):
             self._watches[cluster].note_solved()
         for cluster in taken:
             self._watches[cluster].follow(cluster.parameters)
-        self._rest([*taken, *resting])
+        self._rest([*taken, *(cluster for cluster in resting if cluster.due)])
 
     def _rest(self, clusters: Iterable[Cluster]) -> None:
         """Let layers rest, or wake up, as their next step is."""
@@ -291,8 +294,10 @@ class Attached(Joins):
     def before_forward(self) -> None:
         """Wake layers up that train other parameters than before; notice a wrapper that was put around the model."""
         self.reduction.notice()
-        for tie in {tie: None for c, ties in self._ties.items() if not c.due for tie in ties}:
-            tie.check()
+        for cluster, ties in self._ties.items():
+            if not cluster.due:
+                for tie in ties:
+                    tie.check()
 
     def sampling(self, system: System) -> Sampling | None:
         """Which rows S of the next call is estimated from; None for all."""

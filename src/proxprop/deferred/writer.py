@@ -90,8 +90,17 @@ class Plan:
 
     def turn(self) -> None:
         """Turn all gradients."""
+        gradients: list[Tensor] = []
+        directions: list[Tensor] = []
+        held = 0
         for stack in self.stacks:
-            stack.turn()
+            for gradient, direction in stack.turned():
+                gradients.append(gradient)
+                directions.append(direction)
+                held += direction.nbytes
+            if gradients and (held >= TOGETHER_BYTES or stack is self.stacks[-1]):
+                copy_all(gradients, directions)
+                gradients, directions, held = [], [], 0
         for pair in self.alone:
             direct(*pair)
 
@@ -114,8 +123,8 @@ class Stack:
         self.ww, self.wb = self.P[:, :inputs, :inputs].mT, self.P[:, :inputs, inputs:].mT
         self.bw, self.bb = self.P[:, inputs:, :inputs].mT, self.P[:, inputs:, inputs:]
 
-    def turn(self) -> None:
-        """Turn the gradients of all layers; one by one where they do not lie as the inverses do."""
+    def turned(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Gradients and what is to be copied there; layers that do not lie as the inverses do are turned here."""
         weights = self._gradients(self.weights)
         biases = self._gradients(self.biases)
         if weights is None or biases is None:
@@ -130,9 +139,10 @@ class Stack:
             if biases:
                 b = self._stacked(biases)
                 D = [D[0].addcmul_(b, self.wb), torch.addcmul(_times(W, self.bw), b, self.bb)]
-        gradients = [weights, biases] if biases else [weights]
-        found = [d.reshape(len(g), *g[0].shape).unbind() for d, g in zip(D, gradients, strict=True)]
-        copy_all([*weights, *biases], [part for parts in found for part in parts])
+        for gradients, found in zip((weights, biases), D, strict=False):
+            yield from zip(
+                gradients, found.reshape(len(gradients), *gradients[0].shape).unbind(), strict=True
+            )
 
     def _gradients(self, blocks: Iterable[Block]) -> list[Tensor] | None:
         """The blocks' gradients; None where one is missing, sparse or elsewhere."""
@@ -146,7 +156,8 @@ class Stack:
 
     def _stacked(self, gradients: list[Tensor]) -> Tensor:
         """Gradients of all layers and groups as `[layers·groups, outputs, features]`, in the precision of sums."""
-        stacked = torch.stack(gradients).to(torch.promote_types(self.P.dtype, torch.float32))
+        stacked = torch.stack(gradients) if len(gradients) > 1 else gradients[0]
+        stacked = stacked.to(torch.promote_types(self.P.dtype, torch.float32))
         return stacked.reshape(len(self.P), self.outputs, -1)
 
 
