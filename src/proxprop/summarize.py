@@ -18,10 +18,9 @@ from proxprop.conversion import (
     refusal,
     unknown,
 )
+from proxprop.deferred.attach import deferred_plan, gram_bytes
 from proxprop.deferred.average import Running
-from proxprop.deferred.choice import gram_bytes, in_units
-from proxprop.deferred.cost import deferred_plan
-from proxprop.deferred.handle import Attachment
+from proxprop.deferred.handle import Attachment, in_units
 from proxprop.nn import ProximalLayer, known
 from proxprop.solvers import FEATURE, Plan
 from proxprop.transfer.autograd import cuda_devices

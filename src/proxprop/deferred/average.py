@@ -14,8 +14,7 @@ from torch import Tensor
 
 from proxprop import tuning
 from proxprop.deferred.accumulator import System
-from proxprop.deferred.equation import Equation
-from proxprop.deferred.joint import Term, join, total
+from proxprop.deferred.equation import Equation, Term, join, total
 from proxprop.deferred.preconditioner import (
     Due,
     Form,

@@ -1,27 +1,57 @@
 """What `attach` returns: the layers of a model whose steps are solved when their optimizer steps."""
 
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from proxprop.deferred.accumulator import Sampling, SeenInput, System
 from proxprop.deferred.average import Averages, Cluster, Running, load_state_dict, state_dict, take_turns
-from proxprop.deferred.choice import Choice
-from proxprop.deferred.equation import Equation, components
+from proxprop.deferred.equation import Equation, Term, components, join
 from proxprop.deferred.gradients import Watch
-from proxprop.deferred.joining import Joins
-from proxprop.deferred.joint import Term, join
 from proxprop.deferred.preconditioner import RowSolve, Solve, absolute_form
 from proxprop.deferred.reduction import Reduction
 from proxprop.deferred.writer import Directions, direct
 from proxprop.distributed import mesh_of, several_ranks
 from proxprop.nn import ProximalLayer
 from proxprop.torch_internals import backward_pass, in_transform, writes
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is done with a layer.
+
+    Attributes:
+        layer: the layer.
+        mode: "deferred", or why not: "explicit" keeps BackProp's gradient, "immediate" solves inside backward.
+        bytes: memory for its S; 0 where it has none.
+        reason: why it is not deferred; empty where it is.
+    """
+
+    layer: ProximalLayer
+    mode: str
+    bytes: int
+    reason: str = ""
+
+    def __str__(self) -> str:
+        size = f"S takes {in_units(self.bytes)}" if self.mode == "deferred" else self.reason
+        return f"{self.mode}, {size}"
+
+
+def in_units(size: float) -> str:
+    """Bytes in a unit that suits them."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"
 
 
 class Attachment:
@@ -128,6 +158,64 @@ class BeforeForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BeforeForward, ()
+
+
+class Joins(Joinable):
+    """What torch's join context asks of a participant beside the model itself.
+
+    A rank that has run out of inputs brings zeros to the sums of those that have not, and keeps its running averages
+    in step with theirs. As DDP divides gradients by all ranks (or by those that still have inputs, with
+    `divide_by_initial_world_size=False`), D is that of one process whose loss is the sum of the remaining ranks'
+    losses over that number.
+    """
+
+    reduction: Reduction
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    @abstractmethod
+    def solve(self) -> None:
+        """Take a step's sums in."""
+
+    def shadow(self) -> None:
+        """Take part, with nothing to add, in a step of ranks that still have inputs."""
+        if self.reduction.ranks.wrapper.require_forward_param_sync:  # set by DDP's own shadow
+            self.reduction.shadow()
+            self.solve()
+
+    def refuse_uneven_inputs(self) -> None:
+        """Raise inside a join context that does not know of this attachment: ranks would wait for each other."""
+        wrapper = self.reduction.ranks.wrapper
+        if wrapper is not None and wrapper._join_config.enable and not self._join_config.enable:
+            raise RuntimeError(
+                "the model is in a join context for uneven inputs that does not know of proxprop. Instead of "
+                "`with model.join():` write `with Join([model, attached]):`, with "
+                "`attached = proxprop.attach(optimizer, model)` and Join from torch.distributed.algorithms.join"
+            )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What a rank without inputs does in every iteration of the others."""
+        return _Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The wrapper's."""
+        device: torch.device = self.reduction.ranks.wrapper.join_device
+        return device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The wrapper's."""
+        return self.reduction.ranks.wrapper.join_process_group
+
+
+class _Shadow(JoinHook):
+    def __init__(self, joins: Joins) -> None:
+        self.joins = joins
+
+    def main_hook(self) -> None:
+        self.joins.shadow()
 
 
 class Attached(Joins):
