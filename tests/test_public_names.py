@@ -9,7 +9,7 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 import proxprop
-from proxprop.deferred.attach import FALLBACKS, Fallback
+from proxprop.deferred.attaching import FALLBACKS, Fallback
 from proxprop.settings import SCALINGS, Scaling, Space
 from proxprop.solvers import SPACES
 

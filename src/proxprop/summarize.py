@@ -18,7 +18,7 @@ from proxprop.conversion import (
     refusal,
     unknown,
 )
-from proxprop.deferred.attach import deferred_plan, gram_bytes
+from proxprop.deferred.attaching import deferred_plan, gram_bytes
 from proxprop.deferred.average import Running
 from proxprop.deferred.handle import Attachment, in_units
 from proxprop.nn import ProximalLayer, known

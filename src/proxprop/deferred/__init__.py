@@ -4,7 +4,7 @@
 step does not depend on how a batch was cut into micro-batches.
 """
 
-from proxprop.deferred.attach import attach
+from proxprop.deferred.attaching import attach
 from proxprop.deferred.average import Running
 from proxprop.deferred.handle import Attached
 
