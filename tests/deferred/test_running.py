@@ -190,6 +190,66 @@ def test_inverses_are_kept_where_they_were(solver: Solver) -> None:
         assert before == {name: state[name].data_ptr() for name in before}
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows_drawn", [None, 100])
+def test_features_in_blocks_have_the_stated_direction(bias: bool, rows_drawn: int | None) -> None:
+    """S between blocks is zero, the bias is in the last, and one c serves all."""
+    torch.manual_seed(0)
+    layer = proxprop.nn.Linear(10, 3, bias=bias, solver=Exact(), dtype=torch.float64)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    running = Running(decay=0.8, update_every=1, invert_every=1, block=4, rows=rows_drawn)
+    handle = proxprop.attach(optimizer, layer, running=running)
+    width = 4  # 10 or 11 features are three blocks of four
+    S, N = 0.0, 0.0
+    for step in range(3):
+        x, G = randn(20, 10, seed=step), randn(20, 3, seed=9 + step)
+        optimizer.zero_grad()
+        layer(x).backward(G)
+        optimizer.step()
+        A = rows(x) if bias else x
+        S, N = 0.8 * S + A.T @ A, 0.8 * N + 20
+        block = torch.arange(A.shape[1]) // width
+        C = torch.where(block[:, None] == block, S / N, 0.0)
+        found = torch.cat([layer.weight.grad.T, *([layer.bias.grad[None]] if bias else [])])
+        assert relative_error(found, stated(C, A.T @ G, 0.3, Exact())) < 1e-9
+    assert handle.state_dict()["Linear.S"].shape == (3, 4, 4)
+    assert handle.bytes == 3 * 4 * 4 * 8
+
+
+def test_blocks_of_every_kind_of_layer() -> None:
+    """A layer whose features fit in one block does not notice; attention's packed projections stay whole."""
+
+    def train(block: int | None) -> tuple[dict[str, Tensor], dict[str, torch.Size]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3, groups=1, padding=1), nn.Flatten(), nn.LayerNorm(64),
+                              nn.Linear(64, 8), nn.Linear(8, 2)).double()  # fmt: skip
+        model = proxprop.convert(model, Exact(), module_types="all", include_last=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = proxprop.attach(
+            optimizer, model, running=Running(update_every=2, invert_every=2, block=block)
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            model(randn(9, 3, 4, 4, seed=step)).square().sum().backward()
+            optimizer.step()
+        shapes = {name: t.shape for name, t in handle.state_dict().items() if name.endswith(".S")}
+        return {name: p.grad.clone() for name, p in model.named_parameters()}, shapes
+
+    (whole, _), (wide, same), (blocks, shapes) = train(None), train(1000), train(16)
+    assert_same(wide, whole)
+    assert same["0.S"] == (1, 28, 28)
+    assert shapes == {"0.S": (2, 14, 14), "2.S": (64, 2, 2), "3.S": (5, 13, 13), "4.S": (1, 9, 9)}
+    assert all(value.isfinite().all() for value in blocks.values())
+    assert not torch.equal(blocks["3.weight"], whole["3.weight"])
+
+
+def test_tied_layers_are_refused_in_blocks() -> None:
+    model = proxprop.convert(Tied("own"), Exact())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with pytest.raises(ValueError, match=r"share a parameter, but their features are in blocks"):
+        proxprop.attach(optimizer, model, running=Running(block=3))
+
+
 def test_inverses_can_be_kept_in_bfloat16() -> None:
     found = {}
     for dtype in (None, torch.bfloat16):
@@ -405,6 +465,7 @@ def test_a_handle_without_running_averages_has_no_state() -> None:
         ({"invert_every": 0}, "invert_every should be a whole number of at least 1 but is 0"),
         ({"invert_every": 2.5}, "invert_every should be a whole number"),
         ({"rows": 0}, "rows should be a whole number of at least 1 but is 0"),
+        ({"block": 0}, "block should be a whole number of at least 1 but is 0"),
         ({"damping": 0.0}, "damping should be > 0 and finite, or None, but is 0.0"),
         ({"damping": float("inf")}, "damping should be"),
         (

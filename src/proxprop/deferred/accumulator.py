@@ -18,7 +18,7 @@ from torch import Tensor
 
 from proxprop import device
 from proxprop.backward import as_transfer, no_autocast, precision
-from proxprop.deferred.equation import Equation
+from proxprop.deferred.equation import BlockLayout, Equation
 from proxprop.deferred.preconditioner import rows_pay
 from proxprop.distributed import mesh_of, several_ranks
 from proxprop.nn.layer import Part, ProximalLayer
@@ -72,14 +72,17 @@ def _drawn(
     return torch.randperm(samples, generator=generator, device=device)[: sampling.rows]
 
 
-def summand(transfer: Transfer, sampling: Sampling | None, leaf: Tensor) -> Tensor:
-    """What a call adds to S, or to its diagonal where it is diagonal; the leaf has its shape."""
-    samples = transfer.sizes.samples
+def summand(transfer: Transfer, sampling: Sampling | None, layout: Transfer, leaf: Tensor) -> Tensor:
+    """What a call adds to S, or to its diagonal where it is diagonal; the leaf has its shape, the layout its blocks."""
+    samples, blocks = transfer.sizes.samples, layout if isinstance(layout, BlockLayout) else None
     if DIAGONAL in transfer.spaces:
         return transfer.diagonal()
     if sampling is not None and isinstance(transfer, Affine) and samples > sampling.rows and not leaf.is_meta:
-        return transfer.sampled_gram(sampling.draw(samples, leaf.device))
-    return transfer.gram() if samples else torch.zeros_like(leaf, memory_format=torch.contiguous_format)
+        S = transfer.sampled_gram(sampling.draw(samples, leaf.device))
+        return S if blocks is None else blocks.blocks_of(S)
+    if not samples:
+        return torch.zeros_like(leaf, memory_format=torch.contiguous_format)
+    return transfer.gram() if blocks is None else blocks.gram_of(transfer)
 
 
 @dataclass(eq=False)
@@ -114,7 +117,8 @@ class Call:
         return self._summand(inputs, shape)
 
     def _summand(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        return summand(self.transfer(inputs, shape), self.sampling, self.system.current[0])
+        transfer = self.transfer(inputs, shape)
+        return summand(transfer, self.sampling, self.system.layout, self.system.current[0])
 
 
 @dataclass(eq=False)
@@ -250,6 +254,7 @@ class System(Equation):
         layer: whose settings apply.
         part: the parameters' blocks, and how the layer is called.
         counted: whether the number of samples is needed whatever the settings.
+        width: of the blocks that features are in; None for one block.
 
     Attributes:
         when_summed: called in every backward pass as soon as S holds all that the pass adds to it.
@@ -258,8 +263,11 @@ class System(Equation):
         alone: whether nothing but the step of this system needs its S.
     """
 
-    def __init__(self, name: str, layer: ProximalLayer, part: Part, counted: bool = False) -> None:
-        super().__init__(name, layer, Equation.of(name, layer, part).blocks, part.call.layout)
+    def __init__(
+        self, name: str, layer: ProximalLayer, part: Part, counted: bool = False, width: int | None = None
+    ) -> None:
+        equation = Equation.of(name, layer, part, width)
+        super().__init__(name, layer, equation.blocks, equation.layout_of)
         self.call, self.counted, self.usual = part.call, counted, part.usual
         self.when_summed: Callable[[System], None] | None = None
         self._leaves: tuple[Tensor, ...] = ()

@@ -82,9 +82,10 @@ def attach(
     layers = {name: module for name, module in model.named_modules() if isinstance(module, ProximalLayer)}
     if not layers:
         raise ValueError("the model has no proximal layer to attach: call proxprop.convert(model) first")
+    width = running.block if running is not None else None
     held = {parameter for each in optimizers for group in each.param_groups for parameter in group["params"]}
     choices = {
-        public_name(name, layer): choose(name, layer, max_bytes, fallback)
+        public_name(name, layer): choose(layer, max_bytes, fallback, width)
         for name, layer in layers.items()
         if in_optimizers(layer, held)
     }
@@ -95,7 +96,7 @@ def attach(
             "make the optimizer from model.parameters(), after the model was moved, wrapped or sharded"
         )
         raise ValueError(f"the optimizer holds no parameter of the model's proximal layers: {remedy}")
-    check_shared(model, choices)
+    check_shared(model, choices, width)
     if added:
         warnings.warn(added, UserWarning, stacklevel=2)
     for name, choice in choices.items():
@@ -177,16 +178,16 @@ def _refuse_twice(choices: dict[str, Choice]) -> None:
         )
 
 
-def choose(name: str, layer: ProximalLayer, max_bytes: int, fallback: Fallback) -> Choice:
+def choose(layer: ProximalLayer, max_bytes: int, fallback: Fallback, width: int | None) -> Choice:
     """Decide for one layer.
 
     Args:
-        name: how messages call it.
         layer: a converted layer.
         max_bytes: most bytes of its S.
         fallback: what to do where S is larger, or where there is none.
+        width: of the blocks that features are in; None for one block.
     """
-    size = gram_bytes(layer)
+    size = gram_bytes(layer, width)
     if size is None:
         return Choice(layer, fallback, 0, f"{layer.plain.__name__} has no Gram matrix that could be summed")
     solver = layer._settings.solver
@@ -198,14 +199,14 @@ def choose(name: str, layer: ProximalLayer, max_bytes: int, fallback: Fallback) 
     return Choice(layer, "deferred", size)
 
 
-def gram_bytes(layer: ProximalLayer) -> int | None:
+def gram_bytes(layer: ProximalLayer, width: int | None = None) -> int | None:
     """Memory for the S of a layer's usual systems; None where it has none."""
     usual = [part for part in layer._parts().values() if part.usual]
-    return sum(_part_bytes(layer, part) for part in usual) if usual else None
+    return sum(_part_bytes(layer, part, width) for part in usual) if usual else None
 
 
-def _part_bytes(layer: ProximalLayer, part: Part) -> int:
-    equation = Equation.of("", layer, part)
+def _part_bytes(layer: ProximalLayer, part: Part, width: int | None) -> int:
+    equation = Equation.of("", layer, part, width)
     if not equation.trained:
         return 0
     layout = equation.layout
@@ -214,11 +215,13 @@ def _part_bytes(layer: ProximalLayer, part: Part) -> int:
     return numbers * precision(equation.parameters[0]).itemsize
 
 
-def check_shared(model: nn.Module, choices: dict[str, Choice]) -> None:
+def check_shared(model: nn.Module, choices: dict[str, Choice], width: int | None) -> None:
     """Raise ValueError where layers share a parameter in a way that no common system has."""
     deferred = {name: c.layer for name, c in choices.items() if c.mode == "deferred"}
     equations = [
-        Equation.of(name, layer, part) for name, layer in deferred.items() for part in layer._parts().values()
+        Equation.of(name, layer, part, width)
+        for name, layer in deferred.items()
+        for part in layer._parts().values()
     ]
     for cluster in components(equations, trained=True):
         for other in cluster[1:]:

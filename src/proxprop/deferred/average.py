@@ -14,7 +14,7 @@ from torch import Tensor
 
 from proxprop import tuning
 from proxprop.deferred.accumulator import System
-from proxprop.deferred.equation import Equation, Term, join, total
+from proxprop.deferred.equation import BlockLayout, Equation, Term, join, total
 from proxprop.deferred.preconditioner import (
     Due,
     Form,
@@ -61,10 +61,15 @@ class Running:
         inverse_dtype: `torch.bfloat16` keeps inverses in half the memory, and multiplies with them twice as fast. Each
             of their numbers is rounded to eight bits, which directions of large variance feel most: D errs by about
             `2⁻⁹·(1 + ρ)/ρ` of the gradient's norm. None keeps them in S's precision.
+        block: keep blocks of S on its diagonal, of at most so many neighbouring features, and zero beside them: for
+            layers with wide inputs. With k blocks, S, its inverse and products with it take a kth, and the inversion
+            `1/k²`. D is then the stated one with that S; between blocks, inputs count as uncorrelated. c stays the
+            mean over all features. The bias is in the last block. Attention's packed projections stay whole, and
+            layers that share a weight are refused.
 
     Example:
-        >>> Running(decay=0.9, update_every=5)
-        Running(decay=0.9, update_every=5, invert_every=10, damping=0.3, rows=None, inverse_dtype=None)
+        >>> Running(decay=0.9, update_every=5).invert_every
+        10
     """
 
     decay: float = 0.95
@@ -73,13 +78,14 @@ class Running:
     damping: float | None = 0.3
     rows: int | None = None
     inverse_dtype: torch.dtype | None = None
+    block: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
             raise ValueError(f"decay should be at least 0 and less than 1 but is {self.decay}")
-        for name in ("update_every", "invert_every", "rows"):
+        for name in ("update_every", "invert_every", "rows", "block"):
             value = getattr(self, name)
-            if name == "rows" and value is None:
+            if name in ("rows", "block") and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} should be a whole number of at least 1 but is {value!r}")
@@ -286,7 +292,9 @@ class Averages:
         assert term.samples is not None
         C = term.S / term.samples.clamp(min=1e-30)
         if self.running.damping is not None:
-            return relative_form(C, self.running.damping)
+            layout = term.equation.layout
+            count, whole = (layout.count, layout.whole) if isinstance(layout, BlockLayout) else (1, layout)
+            return relative_form(C, self.running.damping, whole.sizes.features, count)
         assert samples is not None
         return absolute_form(C.mul_(samples), samples, term.equation.layer._settings)
 

@@ -5,15 +5,18 @@ Equations that share parameters, as those of tied layers and packed projections 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from proxprop.nn.layer import Part, ProximalLayer
 from proxprop.solvers import DIAGONAL, FEATURE, Sizes
-from proxprop.transfer import Parameters, Shapes, Transfer
+from proxprop.solvers.matmul import transposed_square
+from proxprop.transfer import Affine, LinearTransfer, Parameters, Shapes, Transfer
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,10 +87,13 @@ class Equation:
     _layout: tuple[Shapes, Transfer] | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def of(cls, name: str, layer: ProximalLayer, part: Part) -> "Equation":
-        """The equation of one of a layer's parts."""
+    def of(cls, name: str, layer: ProximalLayer, part: Part, width: int | None = None) -> "Equation":
+        """The equation of one of a layer's parts; the only one may have its features in blocks of a width."""
         blocks = (b and Block(layer.get_parameter(b[0]), b[1]) for b in part.blocks)
-        return Equation(name, layer, tuple(blocks), part.call.layout)
+        layout_of = part.call.layout
+        if width is not None and len(layer._parts()) == 1:
+            layout_of = partial(in_blocks, part.call.layout, width)
+        return Equation(name, layer, tuple(blocks), layout_of)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -128,6 +134,71 @@ def components(equations: Iterable[AnyEquation], trained: bool = False) -> list[
         met = [part for part in found if any(equation.meets(other, trained) for other in part)]
         found = [part for part in found if part not in met] + [[e for part in met for e in part] + [equation]]
     return found
+
+
+class BlockLayout(Transfer):
+    """A layer's features in blocks of neighbours, between which S is taken to be zero; the bias is in the last.
+
+    Blocks are groups of the system. They are equally wide: behind the last feature there are some that are always zero.
+
+    Args:
+        whole: the layer's own layout.
+        width: most features of a block.
+    """
+
+    spaces = (FEATURE,)
+
+    def __init__(self, whole: Transfer, width: int) -> None:
+        groups, samples, features, outputs = whole.sizes
+        self.whole, self.count = whole, -(-features // width)
+        self.width = -(-features // self.count)
+        self.sizes = Sizes(groups * self.count, samples, self.width, outputs)
+
+    @property
+    def behind(self) -> int:
+        """How many features there are behind the last."""
+        return self.count * self.width - self.whole.sizes.features
+
+    def to_features(self, parameters: Parameters) -> Tensor:
+        """The layer's features, block by block."""
+        return functional.pad(self.whole.to_features(parameters), (0, 0, 0, self.behind)).view(
+            self.sizes.groups, self.width, -1
+        )
+
+    def from_features(self, V: Tensor) -> Parameters:
+        """The inverse of `to_features`."""
+        groups, _, features, outputs = self.whole.sizes
+        return self.whole.from_features(V.reshape(groups, -1, outputs)[:, :features])
+
+    def blocks_of(self, S: Tensor) -> Tensor:
+        """The blocks on the diagonal of `S [groups, features, features]`."""
+        padded = functional.pad(S, (0, self.behind, 0, self.behind))
+        blocks: Tensor = padded.view(-1, self.count, self.width, self.count, self.width).diagonal(0, 1, 3)
+        return blocks.movedim(-1, 1).flatten(0, 1)
+
+    def gram_of(self, transfer: Transfer) -> Tensor:
+        """The blocks of a call's S; those of a linear layer are all that is formed."""
+        if not isinstance(transfer, LinearTransfer) or transfer.weight_shape is None:
+            return self.blocks_of(transfer.gram())
+        (A,) = transfer.rows()
+        ones = [A.new_ones(len(A), 1)] if transfer.bias else []
+        A = functional.pad(torch.cat([A, *ones], 1), (0, self.behind))
+        return transposed_square(A.view(len(A), self.count, self.width).transpose(0, 1))
+
+    def output(self, parameters: Parameters) -> Tensor:
+        """The layer's own."""
+        return self.whole.output(parameters)
+
+    def gradient(self, G: Tensor) -> Parameters:
+        """The layer's own."""
+        return self.whole.gradient(G)
+
+
+def in_blocks(layout_of: Callable[[Shapes], Transfer], width: int, shapes: Shapes) -> Transfer:
+    """A layout with its features in blocks, where they are more than one block has."""
+    layout = layout_of(shapes)
+    coupled = isinstance(layout, Affine) and layout.sizes.features > width
+    return BlockLayout(layout, width) if coupled else layout
 
 
 class Term(NamedTuple):
@@ -260,6 +331,8 @@ def _cut(bias: Block, weight: Block, start: int, stop: int) -> Block:
 def why_not_joint(one: Equation, other: Equation) -> str:
     """Why two equations that share a parameter can't be joined; empty if they can."""
     mine, theirs = one.layout, other.layout
+    if isinstance(mine, BlockLayout):
+        return "their features are in blocks (Running(block=...))"
     same = type(mine) is type(theirs) and mine.sizes.groups == theirs.sizes.groups
     same = same and getattr(mine, "transposed", None) == getattr(theirs, "transposed", None)
     if not same or _weight(one).parameter is not _weight(other).parameter:

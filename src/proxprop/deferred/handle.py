@@ -283,8 +283,10 @@ class Attached(Joins):
         """The systems of a layer, none where it stays explicit."""
         if choice.mode == "explicit":
             return {}
+        running = self.averages.running if self.averages is not None else None
+        width = running.block if running is not None else None
         made = {
-            key: System(f"{name}.{key}" if key else name, choice.layer, part, self.averages is not None)
+            key: System(f"{name}.{key}" if key else name, choice.layer, part, running is not None, width)
             for key, part in choice.layer._parts().items()
         }
         self.systems += made.values()

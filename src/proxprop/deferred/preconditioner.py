@@ -8,7 +8,8 @@ blocks `(M₁ M₂; M₂ᵀ M₃)`, A the inverse factor of M₁ and `P = A M₂
 each of A and C in the same way. Those are `2n³` FLOPs, nearly all in products of a quarter of the matrix or more.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -26,6 +27,21 @@ from proxprop.solvers.plan import remembered_plan
 from proxprop.transfer import LinearTransfer
 
 _product = partial(transposed_product, precise=True)
+
+
+@contextmanager
+def rounded_products(like: Tensor) -> Iterator[None]:
+    """Within, a GPU may round the factors of float32 products to TF32's eleven bits."""
+    if not like.is_cuda or torch.compiler.is_compiling():
+        yield
+        return
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    products.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
 
 
 class Operator(Protocol):
@@ -66,7 +82,7 @@ def absolute_form(S: Tensor, samples: Tensor | None, settings: Settings) -> Form
     return Form(S.div_(samples.clamp(min=1.0)), damping, damping)
 
 
-def relative_form(S: Tensor, damping: float) -> Form:
+def relative_form(S: Tensor, damping: float, features: int, blocks: int = 1) -> Form:
     """`(1 + ρ)·c·(ρcI + S)⁻¹B` with c the mean of S's diagonal, for each group: the scale of S drops out.
 
     Where S is c times the identity this is B itself, whatever ρ; as ρ grows it tends to B. S is overwritten.
@@ -74,10 +90,12 @@ def relative_form(S: Tensor, damping: float) -> Form:
     Args:
         S: any multiple of it gives the same.
         damping: ρ.
+        features: of the layer.
+        blocks: how many groups of S are the blocks of one matrix.
     """
     diagonal = S if S.dim() == 2 else S.diagonal(dim1=-2, dim2=-1)
-    mean = diagonal.mean(-1)
-    mean = torch.where(mean == 0, 1.0, mean).view(-1, *[1] * (S.dim() - 1))
+    mean = diagonal.reshape(len(S) // blocks, -1).sum(-1) / features
+    mean = torch.where(mean == 0, 1.0, mean).repeat_interleave(blocks).view(-1, *[1] * (S.dim() - 1))
     return Form(S.div_(mean), damping, 1 + damping)
 
 
@@ -124,7 +142,8 @@ class Inverse:
 
     def apply(self, B: Tensor) -> Solution:
         """One product."""
-        return Solution(self.kept.to(B.dtype) @ B)
+        with rounded_products(B):
+            return Solution(self.kept.to(B.dtype) @ B)
 
     def scale(self) -> Tensor:
         """Not for a diagonal M."""

@@ -13,7 +13,6 @@ shared by all outputs, the gradient is gathered, solved as a whole, and each ran
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from proxprop import tuning
 from proxprop.backward import no_autocast
 from proxprop.deferred.equation import Block, Equation
-from proxprop.deferred.preconditioner import Inverse, Operator
+from proxprop.deferred.preconditioner import Inverse, Operator, rounded_products
 from proxprop.device import round_up
 from proxprop.distributed import mesh_of
 from proxprop.solvers import DIAGONAL
@@ -168,21 +167,6 @@ def _times(W: Tensor, P: Tensor) -> Tensor:
     if not P.is_cuda:
         return torch.bmm(W, P.to(W.dtype))
     return torch.bmm(W.to(P.dtype), P, out_dtype=W.dtype)
-
-
-@contextmanager
-def rounded_products(like: Tensor) -> Iterator[None]:
-    """Within, a GPU may round the factors of float32 products to TF32's eleven bits."""
-    if not like.is_cuda or torch.compiler.is_compiling():
-        yield
-        return
-    products = torch.backends.cuda.matmul
-    before = products.fp32_precision
-    products.fp32_precision = "tf32"
-    try:
-        yield
-    finally:
-        products.fp32_precision = before
 
 
 def _stackable(equation: Equation) -> bool:
