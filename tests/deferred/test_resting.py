@@ -90,8 +90,9 @@ def test_detaching_a_model_that_rests_wakes_it_up() -> None:
     assert type(model[0]) is nn.Conv2d
 
 
-@works("`torch.func.grad`, `vjp`, `jacrev`, `hessian` while training", status="approximate",
-       note="in deferred mode between observed steps, where layers are torch's own; elsewhere refused")  # fmt: skip
+@works(
+    "`torch.func` transforms between observed steps of running averages", note="layers are torch's own there"
+)
 def test_transforms_work_between_observed_steps() -> None:
     model, plain = proxprop.convert(plain_model(), Exact()), plain_model()
     resting(model, images())
