@@ -8,7 +8,7 @@ blocks `(M₁ M₂; M₂ᵀ M₃)`, A the inverse factor of M₁ and `P = A M₂
 each of A and C in the same way. Those are `2n³` FLOPs, nearly all in products of a quarter of the matrix or more.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from proxprop import tuning
-from proxprop.device import is_traced, round_up
+from proxprop.device import is_traced, precision_settings, round_up
+from proxprop.direction import Direction
+from proxprop.replay import replays, size
 from proxprop.settings import Settings
 from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Exact, Sizes, Solution, Solver
 from proxprop.solvers.cholesky import divisor, factorize_whole, upper_bound
 from proxprop.solvers.matmul import transposed_product
-from proxprop.solvers.plan import remembered_plan
+from proxprop.solvers.plan import Plan, remembered_plan
 from proxprop.transfer import LinearTransfer
 
 _product = partial(transposed_product, precise=True)
@@ -122,8 +124,19 @@ class Solve:
         """The solver's answer."""
         if B.numel() == 0:
             return Solution(B)
-        M = self.form.M if self.once else self.form.M.clone()
-        return self.solver.features(M, B, self.form.damping).times(self.form.factor)
+        M, damping, factor = (
+            self.form.M if self.once else self.form.M.clone(),
+            self.form.damping,
+            self.form.factor,
+        )
+        if not self.solver.capturable:
+            return self.solver.features(M, B, damping).times(factor)
+        solver = self.solver
+
+        def solve(given: Sequence[Tensor]) -> Solution:
+            return solver.features(given[0], given[1], damping).times(factor)
+
+        return replayed((solver, damping, factor), solve, (M, B))
 
     def scale(self) -> Tensor:
         """`factor / (λ + M)`."""
@@ -204,8 +217,48 @@ def _kept(X: Tensor, before: Operator | None, dtype: torch.dtype | None) -> Inve
     return before
 
 
+UNPLANNED = Plan(FEATURE, Sizes(0, 0, 0, 0), {}, pinned=False)
+"""Stands for the plan of a solve that nothing was planned for."""
+
+
+def replayed(
+    question: object, solve: Callable[[Sequence[Tensor]], Solution], tensors: Sequence[Tensor]
+) -> Solution:
+    """A solve, by a CUDA graph in an eager step on a GPU: there the host takes longer to launch it than it takes.
+
+    Args:
+        question: all that decides about the kernels of the solve, beside shapes and layouts of the tensors.
+        solve: from the tensors, which it may overwrite, to the solution.
+        tensors: what it depends on.
+    """
+    found = replays(tensors[0])
+    if found is None or size(tensors) > tuning.REPLAYED_MOST_BYTES:
+        return solve(tensors)
+
+    def direction(given: Sequence[Tensor]) -> Direction:
+        value, failed = solve(given)
+        return Direction((value,), UNPLANNED, failed)
+
+    made = found.solve((question, precision_settings()), direction, tensors)
+    if made is None:
+        return solve(tensors)
+    (value,) = made.parameters
+    assert value is not None
+    return Solution(value, made.failed.clone() if made.failed is not None else None)
+
+
 def inverse(M: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """`(λI + M)⁻¹ [groups, size, size]`, and for each group whether it failed; M may be overwritten."""
+
+    def solve(given: Sequence[Tensor]) -> Solution:
+        return Solution(*_inverse(given[0], damping))
+
+    X, failed = replayed(("inverse", damping), solve, (M,))
+    assert failed is not None
+    return X, failed
+
+
+def _inverse(M: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     if M.shape[-1] > tuning.INVERSE_BLOCK and M.is_cuda and not is_traced():
         return inverse_by_blocks(M, damping)
     factorization = factorize_whole(M, damping)
@@ -320,6 +373,21 @@ class RowSolve:
         """The direction for `B [1, features, outputs]`."""
         if B.numel() == 0:
             return Solution(B)
+        (A,), layout, settings = (
+            self.transfer.rows(),
+            self.transfer.with_rows(self.kept[0, :0]),
+            self.settings,
+        )
+        if not settings.solver.capturable:
+            return self._solved(B)
+
+        def solve(given: Sequence[Tensor]) -> Solution:
+            return RowSolve(layout.with_rows(given[0]), settings)._solved(given[1])
+
+        question = settings, layout.weight_shape, layout.bias, layout.transposed
+        return replayed(question, solve, (A, B))
+
+    def _solved(self, B: Tensor) -> Solution:
         samples, solver = self.transfer.sizes.samples, self.settings.solver
         damping, factor = self.settings.damping(samples), self.settings.factor(samples)
         if isinstance(solver, Exact):
