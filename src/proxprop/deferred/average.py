@@ -117,15 +117,21 @@ def update(pairs: Sequence[tuple[Average, Average]], decay: float) -> None:
         decay: how much of an average is kept.
     """
     averaged, averaged_samples = zip(*(average for average, _ in pairs), strict=True)
-    summed, samples = zip(*(step for _, step in pairs), strict=True)
-    broken = ~torch.stack(norms(summed, math.inf)).isfinite()
+    broken, summed, counts = _cleaned([step for _, step in pairs])
     kept = summed[0].new_full(broken.shape, decay).masked_fill_(broken, 1.0).unbind()
-    counts = torch.stack(samples).masked_fill_(broken, 0.0).unbind()
-    for S, left_out in zip(summed, broken.unbind(), strict=True):
-        S.masked_fill_(left_out, 0.0)
     for held, new in ((averaged, summed), (averaged_samples, counts)):
         multiply_all(held, kept)
         add_all(held, new)
+
+
+def _cleaned(steps: Sequence[Average]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Which of some S are not finite, all S and all numbers of samples; zeros, in place of S, where it is not."""
+    summed = [step.S for step in steps]
+    broken = ~torch.stack(norms(summed, math.inf)).isfinite()
+    counts = torch.stack([step.samples for step in steps]).masked_fill_(broken, 0.0)
+    for S, left_out in zip(summed, broken.unbind(), strict=True):
+        S.masked_fill_(left_out, 0.0)
+    return broken, summed, list(counts.unbind())
 
 
 @dataclass(eq=False)
@@ -216,20 +222,6 @@ class Averages:
         self.running = running
         self.averages: dict[Equation, Average] = {}
 
-    def average(self, term: Term) -> Average:
-        """A system's average, where S of the term is and in its precision.
-
-        At zero where nothing was taken in yet, or of the same size: other parameters are trained now.
-        """
-        system, S, samples = term
-        held = self.averages.get(system)
-        if held is None or held.S.shape != S.shape:
-            assert samples is not None
-            self.averages[system] = Average(torch.zeros_like(S), torch.zeros_like(samples))
-        elif (held.S.device, held.S.dtype) != (S.device, S.dtype):
-            self.averages[system] = Average(held.S.to(S), held.samples.to(S))
-        return self.averages[system]
-
     def take_in(self, steps: Mapping[Cluster, Sequence[Term]]) -> None:
         """Take in an observed step of clusters' systems, and make their operators anew where it is time."""
         counted = steps.items() if self.running.damping is None else ()
@@ -256,11 +248,16 @@ class Averages:
         alike: dict[tuple[torch.device, torch.dtype], list[tuple[Average, Average]]] = {}
         for term in terms:
             assert term.samples is not None
-            held, average = self.averages.get(term.equation), self.average(term)
-            step = Average(term.S, term.samples)
-            alike.setdefault((step.S.device, step.S.dtype), []).append((average, step))
-            if average is not held:
+            held, step = self.averages.get(term.equation), Average(term.S, term.samples)
+            if held is None or held.S.shape != step.S.shape:
+                _, (S,), (samples,) = _cleaned([step])
+                self.averages[term.equation] = Average(S, samples)
                 started.add(term.equation)
+                continue
+            if (held.S.device, held.S.dtype) != (step.S.device, step.S.dtype):
+                held = self.averages[term.equation] = Average(held.S.to(step.S), held.samples.to(step.S))
+                started.add(term.equation)
+            alike.setdefault((step.S.device, step.S.dtype), []).append((held, step))
         for pairs in alike.values():
             update(pairs, self.running.decay**self.running.update_every)
         return started
@@ -331,7 +328,9 @@ def _make_room(averages: Averages, cluster: Cluster, systems: Sequence[System]) 
     """Make room for what was not taken in yet."""
     for system in systems:
         if system not in averages.averages and system.trained:
-            averages.average(Term(system, *system.split(system.current)))
+            S, samples = system.split(system.current)
+            assert samples is not None
+            averages.averages[system] = Average(torch.zeros_like(S), torch.zeros_like(samples))
     if not cluster.operators:
         cluster.keep(averages.empty_operators(cluster))
 

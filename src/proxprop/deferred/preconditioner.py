@@ -97,7 +97,8 @@ def relative_form(S: Tensor, damping: float, features: int, blocks: int = 1) -> 
     """
     diagonal = S if S.dim() == 2 else S.diagonal(dim1=-2, dim2=-1)
     mean = diagonal.reshape(len(S) // blocks, -1).sum(-1) / features
-    mean = torch.where(mean == 0, 1.0, mean).repeat_interleave(blocks).view(-1, *[1] * (S.dim() - 1))
+    mean = torch.where(mean == 0, 1.0, mean)[:, None].expand(-1, blocks)
+    mean = mean.reshape(-1, *[1] * (S.dim() - 1))
     return Form(S.div_(mean), damping, 1 + damping)
 
 
@@ -206,12 +207,19 @@ def made(due: Iterable[Due], dtype: torch.dtype | None) -> list[tuple[Operator, 
     return [found[place] for place in range(len(found))]
 
 
+def aligned(like: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """Room for so many matrices like these, whose rows begin where a GPU likes them to."""
+    _, rows, columns = like.shape
+    room = like.new_empty(groups, rows, round_up(columns, tuning.ALIGNED), dtype=dtype)
+    return room[..., :columns]
+
+
 def _kept(X: Tensor, before: Operator | None, dtype: torch.dtype | None) -> Inverse:
     """An inverse, where the one before was: a CUDA graph of a step goes on reading there."""
     dtype = dtype or X.dtype
     kept = before.kept if isinstance(before, Inverse) else None
     if kept is None or (kept.shape, kept.dtype, kept.device) != (X.shape, dtype, X.device):
-        return Inverse(X.to(dtype))
+        return Inverse(aligned(X, len(X), dtype).copy_(X))
     kept.copy_(X)
     assert isinstance(before, Inverse)
     return before

@@ -19,11 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from proxprop import tuning
 from proxprop.backward import no_autocast
 from proxprop.deferred.equation import Block, Equation
-from proxprop.deferred.preconditioner import Inverse, Operator, rounded_products
-from proxprop.device import round_up
+from proxprop.deferred.preconditioner import Inverse, Operator, aligned, rounded_products
 from proxprop.distributed import mesh_of
 from proxprop.solvers import DIAGONAL
 from proxprop.torch_internals import copy_all, local_rows
@@ -193,11 +191,12 @@ def _chunks(members: Sequence[tuple[Equation, Inverse]]) -> Iterable[Sequence[tu
 
 
 def _moved_together(operators: Sequence[Inverse]) -> Tensor:
-    """All inverses in one tensor, which the operators then keep parts of; rows begin where a GPU likes them to."""
-    groups, features, _ = operators[0].kept.shape
-    stride = round_up(features, tuning.ALIGNED)
-    P = operators[0].kept.new_empty(len(operators) * groups, features, stride)[..., :features]
-    for operator, part in zip(operators, P.split(groups), strict=True):
+    """All inverses in one tensor, which the operators then keep parts of."""
+    first = operators[0].kept
+    if len(operators) == 1:
+        return first
+    P = aligned(first, len(operators) * len(first), first.dtype)
+    for operator, part in zip(operators, P.split(len(first)), strict=True):
         operator.kept = part.copy_(operator.kept)
     return P
 
