@@ -18,9 +18,9 @@ from proxprop.conversion import (
     refusal,
     unknown,
 )
-from proxprop.deferred.attaching import deferred_plan, gram_bytes
+from proxprop.deferred.attaching import deferred_plan, gram_bytes, in_units
 from proxprop.deferred.average import Running
-from proxprop.deferred.handle import Attachment, in_units
+from proxprop.deferred.handle import Attachment
 from proxprop.nn import ProximalLayer, known
 from proxprop.solvers import FEATURE, Plan
 from proxprop.transfer.autograd import cuda_devices

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from proxprop import device
 from proxprop.backward import as_transfer, no_autocast, precision
-from proxprop.deferred.equation import BlockLayout, Equation
+from proxprop.deferred.equation import Equation
 from proxprop.deferred.preconditioner import rows_pay
 from proxprop.distributed import mesh_of, several_ranks
 from proxprop.nn.layer import Part, ProximalLayer
 from proxprop.solvers import DIAGONAL
 from proxprop.torch_internals import is_due
 from proxprop.transfer import Affine, LinearTransfer, Shapes, Transfer
+from proxprop.transfer.layouts import BlockLayout
 
 if TYPE_CHECKING:
     from proxprop.deferred.gradients import Watch

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from proxprop.backward import precision
 from proxprop.conversion import by_default, check_module, last_layer
 from proxprop.deferred.average import Running
 from proxprop.deferred.equation import Equation, components, why_not_joint
-from proxprop.deferred.handle import Attached, Attachment, Choice, in_units
+from proxprop.deferred.handle import Attached, Attachment
 from proxprop.deferred.preconditioner import products_with_rows, rows_pay, rows_space
 from proxprop.deferred.reduction import refuse_flat_parameters
 from proxprop.nn import ProximalLayer
@@ -25,6 +25,36 @@ FALLBACKS: tuple[Fallback, ...] = ("explicit", "immediate")
 
 MAX_BYTES = 2**30
 """Most bytes of one layer's S unless told otherwise: some 16,000 features in float32."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is done with a layer.
+
+    Attributes:
+        layer: the layer.
+        mode: "deferred", or why not: "explicit" keeps BackProp's gradient, "immediate" solves inside backward.
+        bytes: memory for its S; 0 where it has none.
+        reason: why it is not deferred; empty where it is.
+    """
+
+    layer: ProximalLayer
+    mode: str
+    bytes: int
+    reason: str = ""
+
+    def __str__(self) -> str:
+        size = f"S takes {in_units(self.bytes)}" if self.mode == "deferred" else self.reason
+        return f"{self.mode}, {size}"
+
+
+def in_units(size: float) -> str:
+    """Bytes in a unit that suits them."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"
 
 
 def attach(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from proxprop import tuning
 from proxprop.deferred.accumulator import System
-from proxprop.deferred.equation import BlockLayout, Equation, Term, join, total
+from proxprop.deferred.equation import Equation, Term, join, total
 from proxprop.deferred.preconditioner import (
     Due,
     Form,
@@ -26,6 +26,7 @@ from proxprop.deferred.preconditioner import (
 )
 from proxprop.solvers import DIAGONAL
 from proxprop.torch_internals import add_all, multiply_all, norms
+from proxprop.transfer.layouts import BlockLayout
 
 
 @dataclass(frozen=True)

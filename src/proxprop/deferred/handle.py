@@ -3,9 +3,8 @@
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,35 +22,8 @@ from proxprop.distributed import mesh_of, several_ranks
 from proxprop.nn import ProximalLayer
 from proxprop.torch_internals import backward_pass, in_transform, writes
 
-
-@dataclass(frozen=True)
-class Choice:
-    """What is done with a layer.
-
-    Attributes:
-        layer: the layer.
-        mode: "deferred", or why not: "explicit" keeps BackProp's gradient, "immediate" solves inside backward.
-        bytes: memory for its S; 0 where it has none.
-        reason: why it is not deferred; empty where it is.
-    """
-
-    layer: ProximalLayer
-    mode: str
-    bytes: int
-    reason: str = ""
-
-    def __str__(self) -> str:
-        size = f"S takes {in_units(self.bytes)}" if self.mode == "deferred" else self.reason
-        return f"{self.mode}, {size}"
-
-
-def in_units(size: float) -> str:
-    """Bytes in a unit that suits them."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} GiB"
+if TYPE_CHECKING:
+    from proxprop.deferred.attaching import Choice
 
 
 class Attachment:
@@ -242,7 +214,7 @@ class Attached(Joins):
         self,
         optimizers: Sequence[Optimizer],
         model: nn.Module,
-        choices: Mapping[str, Choice],
+        choices: Mapping[str, "Choice"],
         running: Running | None,
     ) -> None:
         super().__init__()
@@ -279,7 +251,7 @@ class Attached(Joins):
         if self.averages is not None:
             self._hooks.append(model.register_forward_pre_hook(BeforeForward(self)))
 
-    def _systems(self, name: str, choice: Choice) -> dict[str, System]:
+    def _systems(self, name: str, choice: "Choice") -> dict[str, System]:
         """The systems of a layer, none where it stays explicit."""
         if choice.mode == "explicit":
             return {}

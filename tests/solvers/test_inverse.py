@@ -6,8 +6,8 @@ from torch import Tensor
 
 from cases import randn, relative_error
 from proxprop import tuning
-from proxprop.deferred.preconditioner import inverse_by_blocks
 from proxprop.solvers.cholesky import factorize_whole
+from proxprop.solvers.inverse import inverse_by_blocks
 
 
 @pytest.fixture(autouse=True)
