@@ -7,7 +7,7 @@ from torch import nn
 import proxprop
 from cases import randn, relative_error
 from proxprop import CG, Exact, Running
-from proxprop.deferred import preconditioner
+from proxprop.deferred import preconditioner, writer
 from proxprop.replay import Replays
 from test_replay import Recorder
 
@@ -39,9 +39,12 @@ def test_replayed_solves_are_the_eager_ones(
 ) -> None:
     expected, recorder = steps(solver, running), Recorder()
     replays = Replays(recorder, lambda: None)
-    monkeypatch.setattr(preconditioner, "replays", lambda like: replays)
+    for module in (preconditioner, writer):
+        monkeypatch.setattr(module, "replays", lambda like: replays)
     found = steps(solver, running)
     assert recorder.runs > 5
+    if running is not None and solver == Exact():
+        assert any("turn" in str(question) for question in replays.kept)
     assert max(relative_error(a, b) for a, b in zip(found, expected, strict=True)) < 1e-12
 
 

@@ -12,18 +12,21 @@ needs nothing from other ranks but S. Where shards cut through a system's featur
 shared by all outputs, the gradient is gathered, solved as a whole, and each rank keeps its shard.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from proxprop import tuning
 from proxprop.backward import no_autocast
 from proxprop.deferred.equation import Block, Equation
-from proxprop.deferred.preconditioner import Inverse, Operator, aligned, rounded_products
+from proxprop.deferred.preconditioner import Inverse, Operator, aligned, replayed, rounded_products
 from proxprop.distributed import mesh_of
-from proxprop.solvers import DIAGONAL
+from proxprop.replay import replays, size
+from proxprop.solvers import DIAGONAL, Solution
 from proxprop.torch_internals import copy_all, local_rows
 from proxprop.transfer import (
     Affine,
@@ -42,6 +45,10 @@ ROWS_ARE_OUTPUTS = (LinearTransfer, ConvTransfer, BilinearTransfer, NormTransfer
 """Layouts whose weight is `[groups·outputs, inputs]` but for its shape, or its transpose."""
 
 Pair = tuple[Equation, Operator]
+
+
+_numbers = count()
+"""Numbers plans: a captured graph reads the inverses of one, and is never replayed for another."""
 
 
 class Directions:
@@ -73,7 +80,7 @@ class Plan:
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self.equations = {equation for equation, _ in pairs}
-        self.pairs = pairs
+        self.pairs, self.number = pairs, next(_numbers)
         alike: dict[tuple[object, ...], list[tuple[Equation, Inverse]]] = {}
         self.alone: list[Pair] = []
         for equation, operator in pairs:
@@ -87,19 +94,52 @@ class Plan:
 
     def turn(self) -> None:
         """Turn all gradients."""
-        gradients: list[Tensor] = []
-        directions: list[Tensor] = []
-        held = 0
+        ready: list[tuple[Stack, list[Tensor]]] = []
         for stack in self.stacks:
-            for gradient, direction in stack.turned():
-                gradients.append(gradient)
-                directions.append(direction)
-                held += direction.nbytes
-            if gradients and (held >= TOGETHER_BYTES or stack is self.stacks[-1]):
-                copy_all(gradients, directions)
-                gradients, directions, held = [], [], 0
+            gradients = stack.gradients()
+            if gradients is not None:
+                ready.append((stack, gradients))
+                continue
+            for equation, operator in stack.pairs:
+                direct(equation, operator)
+        if len(ready) == len(self.stacks) and self._is_replayed(ready):
+            self._replay(ready)
+        else:
+            _turn(ready)
         for pair in self.alone:
             direct(*pair)
+
+    def _is_replayed(self, ready: Sequence[tuple["Stack", list[Tensor]]]) -> bool:
+        """Whether the host would take longer to launch the products than to copy all gradients."""
+        if len(ready) < 2 or len({stack.P.device for stack, _ in ready}) > 1:
+            return False
+        bytes = sum(size(gradients) for _, gradients in ready)
+        return bytes <= tuning.REPLAYED_MOST_BYTES and replays(ready[0][1][0]) is not None
+
+    def _replay(self, ready: Sequence[tuple["Stack", list[Tensor]]]) -> None:
+        """Turn all gradients by one CUDA graph, once that is captured; directions come in one piece."""
+        given = [gradient for _, gradients in ready for gradient in gradients]
+
+        def solve(given: Sequence[Tensor]) -> Solution:
+            left = iter(given)
+            found = [d for stack, own in ready for d in stack.directions([next(left) for _ in own])]
+            return Solution(torch.cat([d.reshape(-1) for d in found]))
+
+        flat = replayed(("turn", self.number), solve, given).value
+        pieces = flat.split([gradient.numel() for gradient in given])
+        copy_all(given, [piece.view(g.shape) for piece, g in zip(pieces, given, strict=True)])
+
+
+def _turn(ready: Sequence[tuple["Stack", list[Tensor]]]) -> None:
+    """Turn the gradients of stacks, and copy some directions at a time."""
+    gradients: list[Tensor] = []
+    directions: list[Tensor] = []
+    for stack, own in ready:
+        gradients += own
+        directions += stack.directions(own)
+        if size(directions) >= TOGETHER_BYTES or stack is ready[-1][0]:
+            copy_all(gradients, directions)
+            gradients, directions = [], []
 
 
 class Stack:
@@ -120,26 +160,24 @@ class Stack:
         self.ww, self.wb = self.P[:, :inputs, :inputs].mT, self.P[:, :inputs, inputs:].mT
         self.bw, self.bb = self.P[:, inputs:, :inputs].mT, self.P[:, inputs:, inputs:]
 
-    def turned(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Gradients and what is to be copied there; layers that do not lie as the inverses do are turned here."""
-        weights = self._gradients(self.weights)
-        biases = self._gradients(self.biases)
+    def gradients(self) -> list[Tensor] | None:
+        """Those of the weights, then those of the biases; None where one does not lie as it should."""
+        weights, biases = self._gradients(self.weights), self._gradients(self.biases)
         if weights is None or biases is None:
-            for pair in self.pairs:
-                direct(*pair)
-            return
-        if self.transposed:
-            weights = [gradient.mT for gradient in weights]
+            return None
+        return [*(gradient.mT for gradient in weights), *biases] if self.transposed else [*weights, *biases]
+
+    def directions(self, gradients: list[Tensor]) -> list[Tensor]:
+        """What becomes of gradients."""
+        weights, biases = gradients[: len(self.weights)], gradients[len(self.weights) :]
         with no_autocast(self.P.device.type), rounded_products(self.P):
             W = self._stacked(weights)
             D = [_times(W, self.ww)]
             if biases:
                 b = self._stacked(biases)
                 D = [D[0].addcmul_(b, self.wb), torch.addcmul(_times(W, self.bw), b, self.bb)]
-        for gradients, found in zip((weights, biases), D, strict=False):
-            yield from zip(
-                gradients, found.reshape(len(gradients), *gradients[0].shape).unbind(), strict=True
-            )
+        shapes = [(len(g), *g[0].shape) for g in (weights, biases) if g]
+        return [d for found, shape in zip(D, shapes, strict=True) for d in found.reshape(shape).unbind()]
 
     def _gradients(self, blocks: Iterable[Block]) -> list[Tensor] | None:
         """The blocks' gradients; None where one is missing, sparse or elsewhere."""
