@@ -53,7 +53,7 @@ class Running:
             layer, at its own cost, and turn its gradient with what was kept.
         invert_every: a layer's average is inverted in the first step, and then in one of so many; a multiple of
             `update_every`. Large layers take turns, so that no step inverts them all: a layer's inverse is that of the
-            last update before its turn. The largest, and all small ones, have theirs in the first of these steps.
+            last update before its turn. All small ones have theirs in the first of these steps, with the update.
         damping: ρ > 0. None takes the layer's own `tau_theta` and `scaling`, with `N·C` of the step in the place of S;
             there are no turns then.
         rows: estimate S of a call from so many of its rows, drawn without replacement, and scale it up. The
@@ -200,12 +200,17 @@ class Cluster:
         self.steps, self.due = steps, steps % self.update_every == 0
 
 
-def take_turns(clusters: Sequence[Cluster], steps: int) -> None:
-    """Give clusters their turns, such that all of so many steps have about as much to invert.
+def take_turns(clusters: Sequence[Cluster], running: Running) -> None:
+    """Give clusters their turns, such that the steps between two inversions of a layer take about as long.
 
-    Small matrices are inverted together, in the first of these steps: that takes a few calls, however many there are.
+    Steps that form S have a share of the work with that. Small matrices are inverted together, in the first of these
+    steps: that takes a few calls, however many there are.
     """
-    load = [0.0] * steps
+    share = sum(cluster.cost for cluster in clusters) / running.invert_every
+    some = running.update_every > 1
+    load = [
+        share if some and step % running.update_every == 0 else 0.0 for step in range(running.invert_every)
+    ]
     for cluster in sorted(clusters, key=lambda cluster: -cluster.cost):
         cost = cluster.cost
         cluster.turn = load.index(min(load)) if cost else 0

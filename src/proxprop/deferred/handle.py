@@ -231,7 +231,7 @@ class Attached(Joins):
         update_every = running.update_every if running is not None else 1
         self.clusters = [Cluster(systems, update_every) for systems in components(self.systems)]
         if running is not None and running.damping is not None:
-            take_turns(self.clusters, running.invert_every)
+            take_turns(self.clusters, running)
         self._watches = {cluster: Watch(cluster) for cluster in self.clusters}
         for cluster in self.clusters:
             cluster.systems[0].alone = len(cluster.systems) == 1 and running is None
