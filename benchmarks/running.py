@@ -43,8 +43,9 @@ WAYS = """## What a step costs
 `{command}` on {device}, torch {torch}, commit {commit:.7}; record in `results/bench/running-h200.json`. Ratios of whole
 steps (forward, backward, optimizer), on average over all steps between two inversions, to the same optimizer without
 proxprop in the same way of running: the median of {rounds} rounds and its quartiles. In the graph columns every step of
-a period is a CUDA graph. The longest step of a period is beside the median one. Memory is the peak of the first steps,
-which invert all averages at once, beside the plain optimizer's; the state is averages and inverses, in units of S.
+a period is a CUDA graph. The longest step of a period is beside the median one. Memory is the peak, also of the first
+steps, which invert all averages at once, beside the plain optimizer's; the state is averages and inverses, in units of
+S.
 """
 
 UNDER_MUON = """## Under Muon
