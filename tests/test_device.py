@@ -7,7 +7,7 @@ from proxprop import CG, device
 from proxprop.backward import Task
 from proxprop.failures import FailureWarner
 from proxprop.settings import Settings
-from proxprop.transfer import LinearCall
+from proxprop.transfer import LayerCall, LinearTransfer
 
 
 def test_the_cpu_takes_the_plain_twins() -> None:
@@ -24,8 +24,8 @@ def test_bfloat16_layers_are_solved_in_fewer_terms(dtype: torch.dtype, terms: in
             return super().samples(K, G, damping)
 
     settings = Settings(Looking(), space="sample")
-    task = Task(LinearCall(), settings, "layer", FailureWarner(), None, inputs=1, parameters=2)
+    task = Task(LayerCall(LinearTransfer), settings, "layer", FailureWarner(), None, inputs=1, parameters=2)
     G = torch.randn(5, 4, dtype=dtype)
-    task.direction(LinearCall().transfer([x], G, [torch.Size([4, 3]), None]), G)
+    task._solve(LinearTransfer([x], G, [torch.Size([4, 3]), None]), G)  # a CPU would be given float32
     assert seen == [terms]
     assert device.fp16_terms() == 3

@@ -7,11 +7,17 @@ from torch import nn
 import proxprop
 from cases import randn, relative_error
 from proxprop import CG, Exact
-from proxprop.compiled import can_be_described
+from proxprop.compiled import call_numbers, call_of, can_be_described
 from proxprop.nn.conv import geometry
 from proxprop.settings import Settings
 from proxprop.solvers import Solver
-from proxprop.transfer import ConvCall, ConvTransposeCall, EmbeddingCall, LinearCall
+from proxprop.transfer import (
+    ConvTransfer,
+    ConvTransposeTransfer,
+    EmbeddingTransfer,
+    LayerCall,
+    LinearTransfer,
+)
 
 CONVOLUTIONS = [
     nn.Conv1d(4, 6, 3, groups=2, padding="same", dilation=2),
@@ -23,23 +29,24 @@ CONVOLUTIONS = [
 
 @pytest.mark.parametrize("conv", CONVOLUTIONS, ids=lambda conv: type(conv).__name__)
 def test_numbers_hold_all_of_a_convolution(conv: nn.Module) -> None:
-    kind = ConvTransposeCall if isinstance(conv, nn.ConvTranspose2d) else ConvCall
-    call = kind(geometry(conv))
-    assert kind.of(call.numbers()) == call
+    kind = ConvTransposeTransfer if isinstance(conv, nn.ConvTranspose2d) else ConvTransfer
+    call = LayerCall(kind, (geometry(conv),))
+    assert call_of(kind.__name__, call_numbers(call)) == call
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_numbers_hold_all_of_a_linear_layer(transposed: bool) -> None:
-    assert LinearCall.of(LinearCall(transposed).numbers()) == LinearCall(transposed)
+    call = LayerCall(LinearTransfer, (transposed,))
+    assert call_of("LinearTransfer", call_numbers(call)) == call
 
 
 def test_what_numbers_can_not_hold_is_left_to_be_traced() -> None:
     class Own(CG):
         pass
 
-    assert can_be_described(LinearCall(), Settings(CG(2)))
-    assert not can_be_described(EmbeddingCall(None, False), Settings(CG(2)))
-    assert not can_be_described(LinearCall(), Settings(Own(2)))
+    assert can_be_described(LayerCall(LinearTransfer), Settings(CG(2)))
+    assert not can_be_described(LayerCall(EmbeddingTransfer, (None, False)), Settings(CG(2)))
+    assert not can_be_described(LayerCall(LinearTransfer), Settings(Own(2)))
 
 
 @pytest.mark.parametrize("trained", ["weight and bias", "weight", "bias"])
@@ -57,7 +64,7 @@ def test_the_operator_is_what_torch_asks_for_and_gives_the_layers_direction(
     layer(input).backward(G)
     parameters = layer.weight, layer.bias
     shapes = [list(p.shape) if p.requires_grad else None for p in parameters]
-    arguments = (input, G, *shapes, "LinearCall", [0], numbers, 0.7, "gradient", None)
+    arguments = (input, G, *shapes, "LinearTransfer", [0], numbers, 0.7, "gradient", None)
     torch.library.opcheck(torch.ops.proxprop.direction.default, arguments)
     found = torch.ops.proxprop.direction(*arguments)
     expected = [p.grad for p in parameters if p.requires_grad]

@@ -23,8 +23,11 @@ class Recorder:
     captures: int = 0
     runs: int = 0
     broken: bool = False
+    busy: bool = False
 
-    def __call__(self, solve: replay.Solve, tensors: Sequence[Tensor]) -> Replay:
+    def __call__(self, solve: replay.Solve, tensors: Sequence[Tensor]) -> Replay | None:
+        if self.busy:
+            return None
         self.captures += 1
         if self.broken:
             raise RuntimeError("out of memory")
@@ -154,6 +157,29 @@ def test_a_capture_that_fails_is_not_tried_again(recorder: Recorder) -> None:
     layer = proxprop.nn.Linear(4, 3)
     check_replays(layer, 5)
     assert (recorder.captures, recorder.runs) == (1, 0)
+
+
+def test_a_capture_that_is_not_possible_now_is_tried_later(recorder: Recorder) -> None:
+    recorder.busy = True
+    layer = proxprop.nn.Linear(4, 3)
+    check_replays(layer, 5)
+    assert recorder.captures == 0
+    recorder.busy = False
+    check_replays(layer, 5)
+    assert recorder.captures == 1
+
+
+def test_the_largest_is_captured_first(recorder: Recorder) -> None:
+    model = nn.Sequential(proxprop.nn.Linear(4, 64), proxprop.nn.Linear(64, 64), proxprop.nn.Linear(64, 2))
+    sizes: list[int] = []
+    capture = recorder.__call__
+    replays = Replays(lambda solve, t: sizes.append(replay.size(t)) or capture(solve, t), lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backward, "replays", lambda like: replays)
+        for _ in range(2 * TIMES):
+            directions(model, torch.randn(8, 4), torch.randn(8, 2))
+    assert len(sizes) == 3
+    assert sizes[0] == max(sizes)
 
 
 def test_what_was_not_used_for_longest_goes_first(

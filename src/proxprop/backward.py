@@ -52,7 +52,7 @@ class Task:
         That is as it came where all is bfloat16 on a GPU and the transfer takes that.
         """
         dtypes = {output.dtype, *(tensor.dtype for tensor in saved)}
-        if self.call.takes_bfloat16 and output.is_cuda and dtypes == {torch.bfloat16}:
+        if self.call.kind.takes_bfloat16 and output.is_cuda and dtypes == {torch.bfloat16}:
             return self.call.transfer(saved, output, shapes), output
         output = output.to(precision(output, *saved))
         return self.call.transfer(_floats(saved, output.dtype), output, shapes), output
@@ -82,12 +82,14 @@ class Task:
 
     def _replayed(self, saved: Sequence[Tensor], G: Tensor, shapes: Shapes) -> Direction | None:
         """The direction by a CUDA graph; None where the solve is not replayed."""
-        if not (self.call.capturable and self.settings.solver.capturable) or self.observer is not None:
+        found = replays(G)
+        if found is None or self.observer is not None:
             return None
-        found, tensors = replays(G), (*saved, G)
-        if found is None or size(tensors) > tuning.REPLAYED_MOST_BYTES:
+        tensors = [*saved, G]
+        promised = self.call.kind.capturable and self.settings.solver.capturable
+        if not promised or size(tensors) > tuning.REPLAYED_MOST_BYTES:
             return None
-        question = self.call, self.settings, tuple(shapes), device.precision_settings()
+        question = self.call, self.settings, *shapes
         return found.solve(question, lambda given: self._unmultiplied(given, shapes), tensors)
 
     def _unmultiplied(self, tensors: Sequence[Tensor], shapes: Shapes) -> Direction:
@@ -190,7 +192,7 @@ def as_transfer(
 ) -> Transfer:
     """The transfer of a call whose output has this shape, for S in this precision; bfloat16 inputs stay so on a GPU."""
     half = all(tensor.is_cuda and tensor.dtype == torch.bfloat16 for tensor in inputs)
-    if half and call.takes_bfloat16 and dtype == torch.float32:
+    if half and call.kind.takes_bfloat16 and dtype == torch.float32:
         return call.transfer(inputs, inputs[0].new_empty(()).expand(output), shapes)
     like = inputs[0].new_empty((), dtype=dtype).expand(output)
     return call.transfer(_floats(inputs, dtype), like, shapes)

@@ -17,12 +17,21 @@ from proxprop.backward import Task, no_autocast, precision
 from proxprop.failures import FailureWarner
 from proxprop.settings import Scaling, Settings, Space
 from proxprop.solvers import CG, Exact, Solver
-from proxprop.transfer import ConvCall, ConvTransposeCall, LayerCall, LinearCall, Parameters, Shapes
+from proxprop.transfer import (
+    ConvGeometry,
+    ConvTransfer,
+    ConvTransposeTransfer,
+    LayerCall,
+    LinearTransfer,
+    Parameters,
+    Shapes,
+    Transfer,
+)
 
-CALLS: dict[str, type[LinearCall | ConvCall]] = {
-    kind.__name__: kind for kind in (LinearCall, ConvCall, ConvTransposeCall)
+KINDS: dict[str, type[Transfer]] = {
+    kind.__name__: kind for kind in (LinearTransfer, ConvTransfer, ConvTransposeTransfer)
 }
-"""Calls that numbers can describe."""
+"""Transfers whose calls numbers can describe."""
 
 torch.library.define(
     "proxprop::direction",
@@ -38,7 +47,7 @@ class CompiledTask(Task):
         """The direction, from the operator."""
         (input,), (weight, bias), settings = saved, shapes, self.settings
         found = torch.ops.proxprop.direction(
-            input, G, weight, bias, type(self.call).__name__, self.call.numbers(),
+            input, G, weight, bias, self.call.kind.__name__, call_numbers(self.call),
             _numbers(settings.solver), settings.tau_theta, settings.scaling, settings.space,
         )  # fmt: skip
         following = iter(found)
@@ -47,7 +56,19 @@ class CompiledTask(Task):
 
 def can_be_described(call: LayerCall, settings: Settings) -> bool:
     """Whether the operator takes a call with these settings."""
-    return type(call).__name__ in CALLS and type(settings.solver) in (CG, Exact)
+    return call.kind.__name__ in KINDS and type(settings.solver) in (CG, Exact)
+
+
+def call_numbers(call: LayerCall) -> list[int]:
+    """The options of a call: a geometry, or whether a weight is transposed."""
+    (option,) = call.options or (False,)
+    return option.numbers() if isinstance(option, ConvGeometry) else [int(option)]
+
+
+def call_of(kind: str, numbers: Sequence[int]) -> LayerCall:
+    """The inverse of `call_numbers`."""
+    linear = KINDS[kind] is LinearTransfer
+    return LayerCall(KINDS[kind], (bool(numbers[0]) if linear else ConvGeometry.of(numbers),))
 
 
 def _numbers(solver: Solver) -> list[int]:
@@ -108,7 +129,7 @@ def _task(
     chosen = CG(solver[0], bool(solver[1])) if solver else Exact()
     shown = " and ".join(str(list(shape)) for shape in shapes if shape is not None)
     return Task(
-        CALLS[call].of(numbers),
+        call_of(call, numbers),
         Settings(chosen, tau_theta, scaling, space),
         layer=f"a compiled layer with parameters of shape {shown}",
         failures=FailureWarner(),

@@ -12,7 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from proxprop.nn import QUANTIZED as QUANTIZED_MODULES
-from proxprop.nn import ProximalLayer, is_default, is_product, known, known_base, proximal_class, stands_for
+from proxprop.nn import ProximalLayer, by_default, is_product, known, known_base, proximal_class, stands_for
 from proxprop.nn.layer import COMPUTED, check_real
 from proxprop.settings import Scaling, Settings, Space
 from proxprop.solvers import CG, Solver
@@ -150,11 +150,6 @@ class _Wanted(NamedTuple):
     takes: Takes
 
 
-def by_default(kind: type[nn.Module]) -> bool:
-    """Whether `convert` takes layers of this class unless told otherwise."""
-    return is_default(known(kind))
-
-
 def _inside_generic(model: nn.Module, takes: Takes) -> set[nn.Module]:
     """Modules inside one that is solved as a whole, matrix-free."""
     whole = [module for module in model.modules() if takes(plain_class(module))]
@@ -184,9 +179,11 @@ def refusal(module: nn.Module) -> str:
     return found.refusal(module) if found is not None else ""
 
 
-def unknown(module: nn.Module) -> str:
-    """Why a module's class can't be converted unless it is asked for."""
+def obstacle(module: nn.Module) -> str:
+    """Why a module can't be converted, or not unless its class is asked for; empty if it can."""
     kind = plain_class(module)
+    if (why := refusal(module)) or known(kind) is not None:
+        return why
     if is_parametrized(module):
         return PARAMETRIZED
     if isinstance(module, LazyModuleMixin):
@@ -221,7 +218,7 @@ def _tell(
             asked.append(f"{name} (the last layer)")
         elif module in excluded:
             asked.append(f"{name} (excluded)")
-        elif why := refusal(module) or ("" if known(kind) else unknown(module)):
+        elif why := obstacle(module):
             unasked.append(f"{name} ({why})")
         else:
             asked.append(f"{name} (no {wanted.words})")

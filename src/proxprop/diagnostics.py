@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from proxprop.backward import Observer
 from proxprop.direction import Direction
 from proxprop.nn import ProximalLayer
 from proxprop.settings import Settings
@@ -66,18 +67,13 @@ def observe(model: nn.Module) -> Iterator[dict[str, list[Report]]]:
     reports: dict[str, list[Report]] = {name: [] for name in layers}
     with ExitStack() as stack:
         for name, layer in layers.items():
-            stack.enter_context(layer._shown_to(_Collector(reports[name])))
+            stack.enter_context(layer._watched(_collector(reports[name])))
         yield reports
 
 
-class _Collector:
-    """Turns each solve it is shown into a report."""
-
-    def __init__(self, reports: list[Report]) -> None:
-        self.reports = reports
-
-    def __call__(self, transfer: Transfer, G: Tensor, direction: Direction, settings: Settings) -> None:
-        self.reports.append(report(transfer, G, direction, settings))
+def _collector(reports: list[Report]) -> Observer:
+    """Turns each solve that it is shown into a report."""
+    return lambda *solve: reports.append(report(*solve))
 
 
 def report(transfer: Transfer, G: Tensor, direction: Direction, settings: Settings) -> Report:

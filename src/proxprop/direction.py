@@ -45,8 +45,10 @@ class Direction(NamedTuple):
 
 def planned(transfer: Transfer, settings: Settings) -> Plan:
     """The plan for a call."""
-    costs = transfer.gram_flops(), transfer.gram_price(), transfer.own_price()
-    question = transfer.sizes, settings.solver, settings.space, transfer.spaces, *costs
+    method = transfer.gram_method()
+    costs = method.flops, method.price, transfer.own_price()
+    pinned = settings.space if settings.space in transfer.spaces else None  # a bias alone has no sample space
+    question = transfer.sizes, settings.solver, pinned, transfer.spaces, *costs
     return plan(*question) if torch.compiler.is_compiling() else remembered_plan(*question)
 
 
@@ -58,7 +60,7 @@ def described(transfer: Transfer, settings: Settings, like: Tensor) -> Plan:
     M = like.new_empty((), dtype=wide(like)).expand(groups, size, size)
     found = "closed form" if chosen.space == DIAGONAL else settings.solver.backend(chosen.space, M, outputs)
     if chosen.space == FEATURE:
-        found += f", S by {transfer.gram_method()}"
+        found += f", S by {transfer.gram_method().name}"
     return replace(chosen, backend=found)
 
 

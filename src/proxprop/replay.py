@@ -17,8 +17,8 @@ to be the same kernels every time (`capturable`). If a capture fails, for lack o
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
-from threading import Lock
-from typing import Any, NamedTuple
+from threading import Lock, get_ident
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,14 +58,15 @@ class Replay(NamedTuple):
     direction: Direction
 
 
-Capture = Callable[[Solve, Sequence[Tensor]], Replay]
+Capture = Callable[[Solve, Sequence[Tensor]], Replay | None]
 
 
 class Replays:
     """The captured solves of one device.
 
     Args:
-        capture: captures a solve for tensors like these; raises RuntimeError where that is not possible.
+        capture: captures a solve for tensors like these; raises RuntimeError where that is not possible, and returns
+            None where it is not possible now.
         current_stream: the stream that the calling thread works on.
     """
 
@@ -77,15 +78,16 @@ class Replays:
         self.last: torch.cuda.Stream | None = None
         self.lock = Lock()
 
-    def solve(self, question: Hashable, solve: Solve, tensors: Sequence[Tensor]) -> Direction | None:
+    def solve(self, question: Hashable, solve: Solve, tensors: list[Tensor]) -> Direction | None:
         """The direction for these tensors by a replay; None where it is to be solved eagerly.
 
         Args:
-            question: all that decides about the kernels of the solve, beside shapes and layouts of the tensors.
+            question: what decides about the kernels of the solve, beside tensors and settings of torch.
             solve: what is captured.
             tensors: of the call.
         """
-        question = question, *[(t.shape, t.stride(), t.dtype) for t in tensors]
+        layouts = [(t.shape, t.stride(), t.dtype) for t in tensors]
+        question = question, device.precision_settings(), *layouts
         with self.lock:
             found = self.kept.get(question)
             if found is None:
@@ -94,7 +96,7 @@ class Replays:
                     return None
             self.kept.move_to_end(question)
             self._follow()
-            torch_internals.copy_all(found.tensors, list(tensors))
+            torch_internals.copy_all(found.tensors, tensors)
             found.run()
             return copied(found.direction)
 
@@ -102,12 +104,14 @@ class Replays:
         """A new replay, which is kept; None where it is not due, or where its capture fails or has failed."""
         if question in self.kept or not self._is_due(question, size(tensors)):
             return None
+        del self.seen[question]
         try:
             found = self.capture(solve, tensors)
+            if found is None:
+                return None
         except RuntimeError:
             found = None
         self.kept[question] = found
-        del self.seen[question]
         if len(self.kept) > tuning.REPLAYS:
             self.kept.popitem(last=False)
         return found
@@ -136,7 +140,7 @@ MOST_SEEN = 4096
 
 def size(tensors: Sequence[Tensor]) -> int:
     """Bytes of all tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum([tensor.nbytes for tensor in tensors])
 
 
 def copied(direction: Direction) -> Direction:
@@ -160,45 +164,91 @@ def _replays(on: torch.device) -> Replays:
 def held_bytes(on: torch.device) -> int:
     """Memory that the captured solves of a device hold, beside what cuBLAS keeps for their stream."""
     captured = _replays(on).capture
-    segments = torch.cuda.memory_snapshot(captured.pool) if isinstance(captured, GraphCapture) else []
-    return sum(segment["total_size"] for segment in segments)
+    return _pool_bytes(captured.pool) if isinstance(captured, GraphCapture) else 0
 
 
-@cache
-def _capture_stream(on: torch.device) -> torch.cuda.Stream:
-    """The stream that captures solves; cuBLAS keeps memory for each stream, so that there should be one."""
-    stream = torch.cuda.Stream(on)
-    with torch.cuda.stream(stream):
-        torch.mm(*torch.ones(2, 8, 8, device=on))  # so that cuBLAS does not take that memory from a pool
-    return stream
+def _pool_bytes(pool: Any) -> int:
+    return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(pool))
 
 
 class GraphCapture:
-    """Captures solves on a device, in one pool of memory."""
+    """Captures solves on a device, in one pool of memory.
+
+    The allocator gives a pool new memory wherever what is free in it is too short by a bit. So the first solve, the
+    largest, is captured a few times, in pools that begin with one array, freed at once, of a share of what the solve
+    took without it; the smallest pool is kept.
+    """
 
     def __init__(self, on: torch.device) -> None:
-        self.device, self.pool, self.stream = on, torch.cuda.graph_pool_handle(), _capture_stream(on)
+        self.device = on
+        self.pool: Any = None
 
-    def __call__(self, solve: Solve, tensors: Sequence[Tensor]) -> Replay:
+    def __call__(self, solve: Solve, tensors: Sequence[Tensor]) -> Replay | None:
         """Solve once as a graph would, so that all kernels are loaded, and capture it the second time."""
         if not is_common(torch.empty(1, device=self.device).data_ptr(), torch.cuda.memory_snapshot()):
-            raise RuntimeError(
-                "what this thread allocates belongs to CUDA graphs that a compiler is about to make"
-            )
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+            return None
         with torch.cuda.device(self.device), device.as_if_captured():
             solve(tensors)
-            self.stream.wait_stream(current)
-            with torch.cuda.stream(self.stream):
-                # Other threads may go on allocating memory and waiting for events.
-                graph.capture_begin(self.pool, capture_error_mode="thread_local")
-                try:
-                    inputs = [torch.empty_like(tensor) for tensor in tensors]
-                    direction = solve(inputs)
-                finally:
-                    graph.capture_end()
-            current.wait_stream(self.stream)
+            if self.pool is not None:
+                return self._captured(solve, tensors, self.pool)
+            found, self.pool = self._in_new_pool(solve, tensors, 0)
+            first = _pool_bytes(self.pool)
+            for share in BEGIN_WITH:
+                other, pool = self._in_new_pool(solve, tensors, int(share * first))
+                if _pool_bytes(pool) < _pool_bytes(self.pool):
+                    found, self.pool = other, pool
+            return found
+
+    def _in_new_pool(self, solve: Solve, tensors: Sequence[Tensor], begin: int) -> tuple[Replay, Any]:
+        pool = torch.cuda.graph_pool_handle()
+        return self._captured(solve, tensors, pool, begin), pool
+
+    def _captured(self, solve: Solve, tensors: Sequence[Tensor], pool: Any, begin: int = 0) -> Replay:
+        def run() -> tuple[list[Tensor], Direction]:
+            torch.empty(begin, dtype=torch.uint8, device=self.device)
+            inputs = [torch.empty_like(tensor) for tensor in tensors]
+            return inputs, solve(inputs)
+
+        stream, _ = _capture_stream(self.device, get_ident())
+        graph, (inputs, direction) = _graph_of(run, stream, pool)
         return Replay(graph.replay, [_borrowed(t) for t in inputs], _borrowed_direction(direction))
+
+
+BEGIN_WITH = 0.45, 0.6, 0.75
+"""Shares to try of what the first solve takes."""
+
+
+@cache
+def _capture_stream(on: torch.device, thread: int) -> tuple[torch.cuda.Stream, torch.cuda.CUDAGraph]:
+    """The stream on which a thread captures solves, and a graph that owns what cuBLAS keeps for both.
+
+    Others may tell cuBLAS to forget that memory, as `torch.compile(mode="reduce-overhead")` does, but captured solves
+    go on using it. In a pool of its own, whose graph is never dropped, it is not given to anyone else.
+    """
+    stream, ones = torch.cuda.Stream(on), torch.ones(8, 8, device=on)
+    with torch.cuda.device(on):
+        torch.mm(ones, ones)
+        graph, _ = _graph_of(lambda: torch.mm(ones, ones), stream, torch.cuda.graph_pool_handle())
+    return stream, graph
+
+
+Result = TypeVar("Result")
+
+
+def _graph_of(
+    run: Callable[[], Result], stream: torch.cuda.Stream, pool: Any
+) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """What a function launches, as a graph, and what it returned; other threads may go on using the GPU."""
+    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            result = run()
+        finally:
+            graph.capture_end()
+    current.wait_stream(stream)
+    return graph, result
 
 
 def is_common(address: int, segments: Sequence[dict[str, Any]]) -> bool:

@@ -9,19 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from proxprop.conversion import (
-    by_default,
-    check_module,
-    last_layer,
-    owns_parameters,
-    plain_class,
-    refusal,
-    unknown,
-)
+from proxprop.conversion import check_module, last_layer, obstacle, owns_parameters, plain_class
 from proxprop.deferred.attaching import deferred_plan, gram_bytes, in_units
 from proxprop.deferred.average import Running
 from proxprop.deferred.handle import Attachment
-from proxprop.nn import ProximalLayer, known
+from proxprop.nn import ProximalLayer, by_default
 from proxprop.solvers import FEATURE, Plan
 from proxprop.transfer.autograd import cuda_devices
 
@@ -241,14 +233,11 @@ def _reason(module: nn.Module, last: nn.Module | None, reached: bool) -> str:
         return "the example did not reach it"
     if module is last:
         return "the last layer: explicit in the paper; include_last=True converts it"
-    kind = type(module)
-    if known(kind) is None:
-        return unknown(module)
-    if why := refusal(module):
+    if why := obstacle(module):
         return why
-    if by_default(kind):
+    if by_default(type(module)):
         return "left out of convert, or added after it"
-    return f"{kind.__name__} is converted when asked for; see module_types"
+    return f"{type(module).__name__} is converted when asked for; see module_types"
 
 
 def _kept_explicit(module: nn.Module) -> bool:
@@ -269,7 +258,7 @@ def _plans(model: nn.Module, example: Any) -> Plans:
     try:
         with ExitStack() as stack, torch.enable_grad(), torch.random.fork_rng(devices=cuda_devices(model)):
             for layer in layers:
-                stack.enter_context(layer._telling(functools.partial(take_down, layer)))
+                stack.enter_context(layer._watched(planned=functools.partial(take_down, layer)))
             _call(model.eval(), example)
     finally:
         for module, training in modes.items():

@@ -182,15 +182,9 @@ def sharded_modules() -> list[nn.Module]:
     return list(states._module_state_mapping) if states is not None else []
 
 
-def first_device(group: Any) -> torch.device:
-    """The device that a process group communicates from; else a group can't be asked for its timeout."""
-    device: torch.device = group._device_types[0]
-    return device
-
-
 def timeout(group: Any) -> timedelta | None:
     """The timeout that a process group was made with; else another one falls back to torch's default."""
-    options = group._get_backend(first_device(group)).options
+    options = group._get_backend(group._device_types[0]).options
     found: timedelta | None = getattr(options, "_timeout", None)
     return found
 

@@ -467,7 +467,7 @@ def test_float32_is_as_accurate_as_a_cholesky_factor_of_s(kind: str, tau_theta: 
     B = randn(256, 32, seed=4).float() if changed else A.mT @ randn(64, 32, seed=5).float()
     exact = torch.linalg.solve(A.double().mT @ A.double() + torch.eye(256).double() / tau_theta, B.double())
     S = Exact().features((A.mT @ A)[None], B[None], 1 / tau_theta)
-    transfer = LinearTransfer(A, torch.Size([64, 32]), torch.Size([32, 256]), bias=False)
+    transfer = LinearTransfer([A], torch.empty(64, 32), [torch.Size([32, 256]), None])
     found = RowSolve(transfer, Settings(Exact(), tau_theta)).apply(B[None])
     assert bool(found.failed) <= bool(S.failed)
     error = relative_error(found.value[0].double(), exact)
@@ -479,8 +479,8 @@ def test_float32_is_as_accurate_as_a_cholesky_factor_of_s(kind: str, tau_theta: 
 @pytest.mark.parametrize("bias", [True, False])
 def test_both_ways_a_weight_is_stored(solver: Solver, transposed: bool, bias: bool) -> None:
     A, B = randn(9, 30, seed=1), randn(30 + bias, 7, seed=2)[None]
-    shape = torch.Size([30, 7] if transposed else [7, 30])
-    transfer = LinearTransfer(A, torch.Size([9, 7]), shape, bias, transposed)
+    shapes = [torch.Size([30, 7] if transposed else [7, 30]), torch.Size([7]) if bias else None]
+    transfer = LinearTransfer([A], torch.empty(9, 7), shapes, transposed)
     expected = solver.features(transfer.gram(), B, 2.0).value
     found = RowSolve(transfer, Settings(solver, 0.5)).apply(B.clone()).value
     assert relative_error(found, expected) < 1e-9

@@ -352,7 +352,7 @@ def single_rows(case: str, plain: nn.Module, input: Tensor) -> Tensor:
     seen = []
     layer = proxprop.convert(copy.deepcopy(plain), Exact(), include_last=True, module_types="all")
     inputs = (input, input.repeat(1, 2)[:, :3]) if case == "bilinear" else (input,)
-    with layer._shown_to(lambda transfer, *_: seen.append(transfer)):
+    with layer._watched(lambda transfer, *_: seen.append(transfer)):
         layer(*inputs).sum().backward()
     A = seen[0].rows()
     if seen[0].bias:

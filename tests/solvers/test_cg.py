@@ -183,8 +183,8 @@ def test_iterations_that_are_no_whole_number_are_refused(iterations: object) -> 
 @pytest.mark.parametrize("transposed", [True, False])
 def test_an_inverse_may_act_on_a_narrow_input_instead_of_the_gradient(bias: bool, transposed: bool) -> None:
     X, G = torch.randn(2, 4, 6, dtype=torch.float64), torch.randn(2, 4, 9, dtype=torch.float64)
-    weight = torch.Size([6, 9] if transposed else [9, 6])
-    transfer = LinearTransfer(X, G.shape, weight, bias, transposed)
+    shapes = [torch.Size([6, 9] if transposed else [9, 6]), torch.Size([9]) if bias else None]
+    transfer = LinearTransfer([X], G, shapes, transposed)
     ready = Exact().prepared(SAMPLE, transfer.sample_gram(), 0.3, outputs=9)
     assert isinstance(ready, ProductSolve)
     expected = transfer.gradient(transfer.from_samples(ready(transfer.to_samples(G)).value))

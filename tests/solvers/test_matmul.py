@@ -177,8 +177,8 @@ def test_a_solution_in_sample_space_is_freed_before_the_weights_product(
 
     monkeypatch.setattr(matmul, "multiply", multiply)
     left, right = factors()
-    shape = torch.Size([40, 50] if transposed else [50, 40])
-    transfer = LinearTransfer(left, right.shape, shape, bias=True, transposed=transposed)
+    shapes = [torch.Size([40, 50] if transposed else [50, 40]), torch.Size([50])]
+    transfer = LinearTransfer([left], right, shapes, transposed)
     solve(transfer, right, Settings(Watched(), space="sample"))
     assert freed == [True]
 

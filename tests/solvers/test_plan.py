@@ -67,8 +67,8 @@ def test_a_gpu_makes_S_of_bfloat16_inputs_rather_than_copy_them_to_float32(
     dtype: torch.dtype, space: str
 ) -> None:
     with FakeTensorMode():
-        rows = torch.empty(8192, 3072, dtype=dtype, device="cuda")
-    transfer = LinearTransfer(rows, torch.Size([8192, 768]), torch.Size([768, 3072]), bias=True)
+        rows, output = (torch.empty(8192, size, dtype=dtype, device="cuda") for size in (3072, 768))
+    transfer = LinearTransfer([rows], output, [torch.Size([768, 3072]), torch.Size([768])])
     assert planned(transfer, Settings(CG(1))).space == space
 
 

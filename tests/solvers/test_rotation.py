@@ -106,8 +106,8 @@ def test_bfloat16_rows_are_multiplied_as_they_are_and_rotated_after(bias: bool) 
     generator = torch.Generator().manual_seed(0)
     X = (torch.randn(6, 9, generator=generator) + 2).bfloat16()
     U = torch.randn(1, 6, 4, generator=generator)
-    shape = torch.Size([4, 9])
-    coarse, fine = (LinearTransfer(x, torch.Size([6, 4]), shape, bias) for x in (X, X.double()))
+    shapes = [torch.Size([4, 9]), torch.Size([4]) if bias else None]
+    coarse, fine = (LinearTransfer([x], U[0], shapes) for x in (X, X.double()))
     K = coarse.rotated_sample_gram()
     assert K.dtype == torch.float32
     assert relative_error(K.double(), fine.rotated_sample_gram()) < 1e-6

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from cases import relative_error
 from proxprop import tuning
 from proxprop.nn.conv import geometry
-from proxprop.transfer import ConvTransfer, ConvTransposeTransfer, LinearTransfer, conv, conv_gram
+from proxprop.transfer import ConvTransfer, ConvTransposeTransfer, LayerCall, LinearTransfer, conv
+from transfer.image_rows import ByImageRows
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -15,8 +16,8 @@ def test_a_linear_transfer_takes_bfloat16_as_it_is(transposed: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     X, G, V = (torch.randn(*shape, generator=generator) for shape in ((5, 3, 7), (5, 3, 4), (1, 8, 4)))
     X, G = X.bfloat16(), G.bfloat16()
-    shape = torch.Size([7, 4] if transposed else [4, 7])
-    halved, whole = (LinearTransfer(x, G.shape, shape, True, transposed) for x in (X, X.float()))
+    shapes = [torch.Size([7, 4] if transposed else [4, 7]), torch.Size([4])]
+    halved, whole = (LinearTransfer([x], G, shapes, transposed) for x in (X, X.float()))
     assert relative_error(halved.sample_gram(), whole.sample_gram()) < 1e-6
     assert relative_error(halved.gram(), whole.gram()) < 1e-6
     assert relative_error(halved.normal(V), whole.normal(V)) < 1e-6
@@ -39,37 +40,38 @@ CONVOLUTIONS = {
 }
 
 
-def convolution(name: str, X: Tensor, shape: torch.Size, frozen: bool = False) -> ConvTransfer:
+def convolution(name: str, X: Tensor, G: Tensor, kind: type[ConvTransfer] = ConvTransfer) -> ConvTransfer:
     layer = CONVOLUTIONS[name]
-    kind = ConvTransposeTransfer if name == "transposed" else ConvTransfer
-    weight = None if frozen else layer.weight.shape
-    return kind(X, shape, weight, layer.bias is not None, geometry(layer))
+    kind = ConvTransposeTransfer if name == "transposed" else kind
+    shapes = [p.shape if p is not None else None for p in (layer.weight, layer.bias)]
+    return kind([X], G, shapes, geometry(layer))
 
 
-TRAINED = [
-    (name, frozen)
-    for name, layer in CONVOLUTIONS.items()
-    for frozen in (False, True)
-    if not frozen or layer.bias is not None
-]
-"""Convolutions, and whether their bias alone is trained."""
+def test_a_bias_alone_is_solved_in_float32() -> None:
+    layer, G = CONVOLUTIONS["groups"], torch.randn(5, 6, 6, 6).bfloat16()
+    X = torch.randn(5, 4, 8, 8).bfloat16()
+    transfer = LayerCall(ConvTransfer, (geometry(layer),)).transfer([X], G, [None, layer.bias.shape])
+    weight, bias = transfer.gradient(G)
+    assert weight is None
+    assert bias.dtype == transfer.gram().dtype == torch.float32
+    assert relative_error(bias, G.float().sum((0, 2, 3))) < 1e-6
+    assert torch.equal(transfer.gram(), torch.full((6, 1, 1), 5.0 * 6 * 6))
 
 
-@pytest.mark.parametrize(("name", "frozen"), TRAINED)
-@pytest.mark.parametrize("device", ["as on a CPU", "as on a GPU"])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("kind", [ConvTransfer, ByImageRows], ids=["as on a CPU", "as on a GPU"])
 def test_a_convolution_takes_bfloat16_as_it_is(
-    name: str, frozen: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: type[ConvTransfer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "PATCHES_MOST_NUMBERS", 2**11)  # a few images
     monkeypatch.setattr(tuning, "FLOAT32_COPY_MOST_NUMBERS", 2**9)
-    if device == "as on a GPU":
-        monkeypatch.setattr(conv_gram, "ROW_DEVICES", ("cpu", "cuda"))
+    if kind is ByImageRows:
         monkeypatch.setattr(tuning, "CPU_PATCHES_MOST_NUMBERS", 0)
     layer, generator = CONVOLUTIONS[name], torch.Generator().manual_seed(0)
     dimensions = len(layer.kernel_size)
     X = torch.randn(5, layer.in_channels, *[8] * dimensions, generator=generator).bfloat16()
     G = torch.randn(layer(X.float()).shape, generator=generator).bfloat16()
-    halved, whole = (convolution(name, x, G.shape, frozen) for x in (X, X.float()))
+    halved, whole = (convolution(name, x, G, kind) for x in (X, X.float()))
     groups, _, features, outputs = whole.sizes
     V = torch.randn(groups, features, outputs, generator=generator)
     assert halved.coarse
@@ -100,7 +102,7 @@ def test_bfloat16_images_are_in_float32_a_few_at_a_time(name: str, monkeypatch: 
     monkeypatch.setattr(tuning, "FLOAT32_COPY_MOST_NUMBERS", 2 * G[0].numel())
     counts, own = [], conv.WEIGHT_GRADIENT[2]
     monkeypatch.setitem(conv.WEIGHT_GRADIENT, 2, lambda *given: counts.append(len(given[0])) or own(*given))
-    transfer = convolution(name, X, G.shape)
+    transfer = convolution(name, X, G)
     transfer.gradient(G)
     transfer.normal(torch.randn(1, transfer.sizes.features, transfer.sizes.outputs))
     assert counts == [2, 2, 1] * 2
@@ -111,7 +113,7 @@ def test_no_images_at_all_give_no_gradient_in_bfloat16_either(name: str) -> None
     layer = CONVOLUTIONS[name]
     X = torch.empty(0, layer.in_channels, 8, 8).bfloat16()
     G = layer(X.float()).bfloat16()
-    found = convolution(name, X, G.shape).gradient(G)
+    found = convolution(name, X, G).gradient(G)
     assert [gradient.dtype for gradient in found] == [torch.float32] * 2
     assert not any(bool(gradient.any()) for gradient in found)
 
@@ -120,5 +122,6 @@ def test_no_images_at_all_give_no_gradient_in_bfloat16_either(name: str) -> None
 def test_large_kernels_are_worth_a_transform_in_bfloat16_too(kernel: int, transforms: bool) -> None:
     layer = nn.Conv2d(2, 4, kernel, padding=kernel // 2)
     X = torch.randn(4, 2, 32, 32).bfloat16()
-    found = ConvTransfer(X, torch.Size([4, 4, 32, 32]), layer.weight.shape, True, geometry(layer))
-    assert (found.gram_flops() is not None) == transforms
+    shapes = [layer.weight.shape, layer.bias.shape]
+    found = ConvTransfer([X], torch.empty(4, 4, 32, 32), shapes, geometry(layer))
+    assert (found.gram_method().flops is not None) == transforms

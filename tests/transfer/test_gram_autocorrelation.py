@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from cases import randn, relative_error
-from proxprop import tuning
 from proxprop.transfer import ConvGeometry, ConvTransfer
 from proxprop.transfer.conv_geometry import Axis, patch_sums
 from proxprop.transfer.gram_autocorrelation import applies, gram
@@ -74,31 +73,34 @@ def test_float32_is_as_good_as_unfolding(shape, kernel, padding) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stride", "kernel", "size", "correlates"),
+    ("stride", "kernel", "size", "reason"),
     [
-        ((1, 1), (3, 3), 6, True),
-        ((2, 1), (3, 3), 6, False),  # only stride 1
-        ((1, 1), (1, 1), 6, False),  # nothing to gain
-        ((1, 1), (9, 9), 5, False),  # an image smaller than its border
+        ((1, 1), (3, 3), 6, "about one product an entry"),
+        ((2, 1), (3, 3), 6, "a stride above 1"),
+        ((1, 1), (1, 1), 6, "a filter of one entry"),
+        ((1, 1), (9, 9), 5, "a border wider than the image"),
     ],
 )
-def test_a_convolution_correlates_where_that_is_right(stride, kernel, size, correlates, monkeypatch) -> None:
-    monkeypatch.setattr(tuning, "CPU_PATCHES_MOST_NUMBERS", 0)
+def test_a_convolution_correlates_where_that_is_right(stride, kernel, size, reason) -> None:
+    """With so many images that a CPU does not multiply patches because there are few."""
+    correlates = reason.startswith("about")
     padding = ((0, 0),) * 2 if size > 5 else ((2, 2),) * 2
     geometry = ConvGeometry(kernel, stride, (1, 1), padding, "constant", 1)
-    x = randn(2, 2, size, size, seed=0)
+    x = randn(1000, 2, size, size, seed=0)
     weight = randn(3, 2, *kernel, seed=1)
     output = functional.conv2d(x, weight, None, stride, padding[0])
-    transfer = ConvTransfer(x, output.shape, weight.shape, True, geometry)
-    assert (transfer.gram_method() == "autocorrelation") == correlates
+    transfer = ConvTransfer([x], output, [weight.shape, torch.Size([3])], geometry)
+    assert transfer.gram_method().reason.startswith(reason)
+    assert (transfer.gram_method().name == "autocorrelation") == correlates
     A = torch.cat([transfer.rows(), torch.ones(1, transfer.sizes.samples, 1, dtype=torch.float64)], dim=-1)
     assert relative_error(transfer.gram(), A.mT @ A) < 1e-12
-    assert (transfer.gram_flops() is not None) == correlates
+    assert (transfer.gram_method().flops is not None) == correlates
 
 
 @pytest.mark.parametrize(("batch", "correlates"), [(1, False), (64, True)])
 def test_a_cpu_unfolds_few_patches(batch: int, correlates: bool) -> None:
     geometry = ConvGeometry((3, 3), (1, 1), (1, 1), ((0, 0),) * 2, "constant", 1)
     x = randn(batch, 4, 10, 10, seed=0)
-    transfer = ConvTransfer(x, torch.Size([batch, 3, 8, 8]), torch.Size([3, 4, 3, 3]), True, geometry)
-    assert (transfer.gram_method() == "autocorrelation") == correlates
+    shapes = [torch.Size([3, 4, 3, 3]), torch.Size([3])]
+    transfer = ConvTransfer([x], torch.empty(batch, 3, 8, 8), shapes, geometry)
+    assert (transfer.gram_method().name == "autocorrelation") == correlates

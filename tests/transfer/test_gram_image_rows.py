@@ -1,7 +1,5 @@
 """Gram matrices of convolutions from products of image rows, against unfolded patches."""
 
-import copy
-
 import pytest
 import torch
 from hypothesis import assume, given
@@ -12,12 +10,13 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import proxprop
-from cases import LAYERS, assert_directions, by_name, oracle, randn, relative_error
-from proxprop import CG, Exact, tuning
+from cases import LAYERS, by_name, randn, relative_error
+from proxprop import tuning
+from proxprop.nn.conv import geometry
 from proxprop.solvers import matmul
-from proxprop.transfer import conv_gram, gram_image_rows
+from proxprop.transfer import gram_image_rows
 from proxprop.transfer.conv_geometry import Axis, patch_sums
+from transfer.image_rows import ByImageRows
 
 AXES = [Axis(12, 3, 1, 1, 1), Axis(8, 3, 1, 1, 1)]
 
@@ -67,11 +66,10 @@ def test_equals_the_product_of_patches(sizes, kernel, stride, padding, channels,
     "numbers", [1, 5 * 8 * 96, 3 * 12 * 8 * 96], ids=["few rows", "5 rows", "3 channels"]
 )
 @pytest.mark.parametrize("batch", [1, 7, 12])
-def test_a_few_channels_or_rows_at_a_time_are_as_good_as_all(numbers: int, batch: int, monkeypatch) -> None:
+def test_a_few_channels_or_rows_at_a_time_are_as_good_as_all(numbers: int, batch: int) -> None:
     x = randn(batch, 4, 12, 8, seed=0)
     whole = gram_image_rows.gram(x[:, None], AXES)
-    monkeypatch.setattr(tuning, "IMAGE_ROWS_BLOCK_NUMBERS", numbers)
-    assert relative_error(gram_image_rows.gram(x[:, None], AXES), whole) < 1e-12
+    assert relative_error(gram_image_rows.gram(x[:, None], AXES, numbers), whole) < 1e-12
 
 
 @pytest.mark.parametrize("longest", [1024, 4, 3])
@@ -81,35 +79,33 @@ def test_products_of_rows_in_parts(longest: int, monkeypatch) -> None:
     monkeypatch.setattr(split, "parts", matmul.plain_parts)
     monkeypatch.setattr(matmul, "_parts_pay", lambda *_: True)
     monkeypatch.setattr(tuning, "TERMS_LONGEST_SUM", longest)
-    monkeypatch.setattr(tuning, "IMAGE_ROWS_BLOCK_NUMBERS", 1)
     monkeypatch.setattr(gram_image_rows, "multiply", lambda left, right: left.float() @ right.float())
     x = randn(7, 4, 12, 8, seed=0)
     A = functional.unfold(x, 3, padding=1).mT.flatten(0, 1)
-    assert relative_error(gram_image_rows.gram(x[:, None].float(), AXES)[0].double(), A.mT @ A) < 1e-6
+    assert relative_error(gram_image_rows.gram(x[:, None].float(), AXES, 1)[0].double(), A.mT @ A) < 1e-6
 
 
 @pytest.mark.parametrize("batch", [2, 64])
-def test_temporaries_are_few_beside_the_input(batch: int, monkeypatch) -> None:
+def test_temporaries_are_few_beside_the_input(batch: int) -> None:
     """The padded input, products of rows, and what becomes of them: no more than thrice the stated numbers."""
-    monkeypatch.setattr(tuning, "IMAGE_ROWS_BLOCK_NUMBERS", 4096)
-    x = randn(batch, 4, 12, 8, seed=0)
-    gram_image_rows.gram(x[:, None], AXES)  # makes what is cached
+    x, most = randn(batch, 4, 12, 8, seed=0), 4096
+    gram_image_rows.gram(x[:, None], AXES, most)  # makes what is cached
     with Peak() as peak:
-        gram_image_rows.gram(x[:, None], AXES)
+        gram_image_rows.gram(x[:, None], AXES, most)
     all_products = 12 * 4 * 8 * 3 * 4 * 8
-    assert peak.bytes <= 3 * 8 * max(tuning.IMAGE_ROWS_BLOCK_NUMBERS, x.numel())
+    assert peak.bytes <= 3 * 8 * max(most, x.numel())
     assert batch > 2 or 8 * all_products > 2 * peak.bytes
 
 
 @pytest.mark.filterwarnings("ignore:Using padding=.same.")
-@pytest.mark.parametrize("solver", [CG(3), Exact()], **by_name)
 @pytest.mark.parametrize("case", [c for c in LAYERS if isinstance(c.layer(), nn.Conv2d)], **by_name)
-def test_a_convolution_finds_the_same_direction(case, solver, monkeypatch) -> None:
+def test_a_convolution_forms_the_same_S(case) -> None:
     """On a GPU it multiplies rows where it can; here it is made to."""
-    monkeypatch.setattr(conv_gram, "ROW_DEVICES", ("cpu",))
-    plain, input = case.layer(), case.input()
-    layer = proxprop.convert(copy.deepcopy(plain), solver, tau_theta=0.7, space="feature", include_last=True)
-    output = layer(input)
-    G = randn(*output.shape, seed=2)
-    output.backward(G)
-    assert_directions(layer, oracle(plain, input, G, solver, 0.7))
+    layer, x = case.layer(), case.input()
+    shapes = [p.shape if p is not None else None for p in (layer.weight, layer.bias)]
+    transfer = ByImageRows([x], layer(x), shapes, geometry(layer))
+    ones = torch.ones(transfer.sizes.groups, transfer.sizes.samples, transfer.ones, dtype=torch.float64)
+    A = torch.cat([transfer.rows(), ones], dim=-1)
+    assert relative_error(transfer.gram(), A.mT @ A) < 1e-12
+    by_rows = layer.groups == 1 and layer.dilation == (1, 1) and layer.kernel_size != (1, 1)
+    assert (transfer.gram_method().name == "image rows") == by_rows

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from proxprop.backward import precision
-from proxprop.conversion import by_default, check_module, last_layer
+from proxprop.conversion import check_module, last_layer
 from proxprop.deferred.average import Running
 from proxprop.deferred.equation import Equation, components, why_not_joint
 from proxprop.deferred.handle import Attached, Attachment
 from proxprop.deferred.preconditioner import products_with_rows, rows_pay, rows_space
 from proxprop.deferred.reduction import refuse_flat_parameters
-from proxprop.nn import ProximalLayer
+from proxprop.nn import ProximalLayer, by_default
 from proxprop.nn.layer import Part
 from proxprop.solvers import DIAGONAL, FEATURE, Plan
 from proxprop.transfer import LinearTransfer

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from proxprop import tuning
-from proxprop.device import precision_settings, round_up
+from proxprop.device import round_up
 from proxprop.direction import Direction
 from proxprop.replay import replays, size
 from proxprop.settings import Settings
@@ -225,7 +225,7 @@ def replayed(
     """A solve, by a CUDA graph in an eager step on a GPU: there the host takes longer to launch it than it takes.
 
     Args:
-        question: all that decides about the kernels of the solve, beside shapes and layouts of the tensors.
+        question: what decides about the kernels of the solve, beside tensors and settings of torch.
         solve: from the tensors, which it may overwrite, to the solution.
         tensors: what it depends on.
     """
@@ -237,7 +237,7 @@ def replayed(
         value, failed = solve(given)
         return Direction((value,), UNPLANNED, failed)
 
-    made = found.solve((question, precision_settings()), direction, tensors)
+    made = found.solve(question, direction, list(tensors))
     if made is None:
         return solve(tensors)
     (value,) = made.parameters

@@ -7,9 +7,6 @@ those converted when asked for; and any other class whose output is linear in it
 changes nothing about a call, such as one with an `__init__` of its own, is treated as its base.
 """
 
-import functools
-from collections.abc import Callable
-
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -19,7 +16,7 @@ from proxprop.nn.conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTransp
 from proxprop.nn.embedding import Embedding, EmbeddingBag
 from proxprop.nn.generic import AnyLinearInParameters
 from proxprop.nn.layer import COMPUTED, ProximalLayer
-from proxprop.nn.linear import Bilinear, Linear, RegisteredLinear
+from proxprop.nn.linear import Bilinear, Linear, RegisteredLinear, RegisteredTransposed
 from proxprop.nn.norm import (
     BatchNorm1d,
     BatchNorm2d,
@@ -51,10 +48,8 @@ TABLE: dict[type[nn.Module], type[ProximalLayer]] = {
 }
 """The one table: torch class -> proxprop class."""
 
-BY_NAME: dict[str, Callable[[type[nn.Module]], type[ProximalLayer]]] = {
-    "transformers.pytorch_utils.Conv1D": functools.partial(RegisteredLinear.mixed, transposed=True),
-}
-"""Its rows for linear layers of other libraries: a class's full name, because nothing is imported for them."""
+BY_NAME: dict[str, type[ProximalLayer]] = {"transformers.pytorch_utils.Conv1D": RegisteredTransposed}
+"""Linear layers of other libraries, by a class's full name, because nothing is imported for them."""
 
 IN_A_CALL = {
     "forward",
@@ -71,8 +66,8 @@ IN_A_CALL = {
 
 def _row(kind: type[nn.Module]) -> type[ProximalLayer] | None:
     """The proximal class of exactly this class."""
-    make = BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
-    return TABLE.get(kind) or (make(kind) if make else None)
+    mixin = BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
+    return TABLE.get(kind) or (mixin.derived(kind) if mixin else None)
 
 
 def known_base(kind: type[nn.Module]) -> type[nn.Module] | None:
@@ -101,20 +96,21 @@ def known(kind: type[nn.Module]) -> type[ProximalLayer] | None:
     return found if found is None or base is kind else found.derived(kind)
 
 
-def is_default(layer: type[ProximalLayer] | None) -> bool:
-    """Whether `convert` makes layers of this class unless told otherwise."""
+def by_default(kind: type[nn.Module]) -> bool:
+    """Whether `convert` takes layers of this class unless told otherwise."""
+    layer = known(kind)
     return layer is not None and issubclass(layer, (*BY_DEFAULT, RegisteredLinear))
 
 
 def is_product(kind: type[nn.Module]) -> bool:
     """Whether a class is, or inherits from, one that is converted by default: a matrix product, as in the paper."""
     base = known_base(kind)
-    return base is not None and is_default(_row(base))
+    return base is not None and by_default(base)
 
 
 def proximal_class(plain: type[nn.Module]) -> type[ProximalLayer]:
     """The proximal class that stands for `plain`: a known one, or one solved matrix-free through autograd."""
-    return known(plain) or AnyLinearInParameters.mixed(plain)
+    return known(plain) or AnyLinearInParameters.derived(plain)
 
 
 def register(kind: type[nn.Module], *, transposed: bool = False) -> None:
@@ -145,7 +141,7 @@ def register(kind: type[nn.Module], *, transposed: bool = False) -> None:
     _check_class(kind, "register")
     if kind in TABLE and not issubclass(TABLE[kind], RegisteredLinear):
         raise ValueError(f"{kind.__name__} is built in and can't be registered")
-    TABLE[kind] = RegisteredLinear.mixed(kind, transposed=transposed)
+    TABLE[kind] = (RegisteredTransposed if transposed else RegisteredLinear).derived(kind)
 
 
 def unregister(kind: type[nn.Module]) -> None:

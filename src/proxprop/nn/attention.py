@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from proxprop.nn.layer import Part, ProximalLayer, detached, parameter_views, under_autocast
+from proxprop.nn.layer import Part, ProximalLayer, under_autocast
 from proxprop.torch_internals import is_batched_attention
-from proxprop.transfer import LinearCall
+from proxprop.transfer import LayerCall, LinearTransfer
 
 
 class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
@@ -34,21 +34,12 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention as torch's forward defines it; torch's own where there is nothing to train."""
-        arguments = (
-            query,
-            key,
-            value,
-            key_padding_mask,
-            need_weights,
-            attn_mask,
-            average_attn_weights,
-            is_causal,
-        )
+        masks = key_padding_mask, attn_mask
         if not self._solves() and not self._observed():
-            return super().forward(*arguments)
+            options = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            return super().forward(query, key, value, *options)
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
-        masks = (key_padding_mask, attn_mask)
         batched = is_batched_attention((query, key, value), masks, self.num_heads)
         hinted = is_causal and key_padding_mask is None and not need_weights  # torch then trusts the hint
         q, k, v = (self._heads(x, batched) for x in self._project(query, key, value))
@@ -101,22 +92,21 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
         x = under_autocast(x)
         if not self._solves():
             return self._tap(functional.linear(x, weight, bias), (x,), part)
-        parameters = parameter_views(weight, bias)
-        output = functional.linear(x, *detached(weight, bias))
-        return self._attach(output, LinearCall(), (x,), parameters, owner)
+        return self._product(functional.linear, LayerCall(LinearTransfer), [x], weight, bias, owner)
 
     def _parts(self) -> dict[str, Part]:
         """Query, key and value, alone or together as inputs are shared, and the output projection."""
         whole, width = slice(None), self.embed_dim
         packed, bias = self._packs(), self.in_proj_bias is not None
         out = ("out_proj.weight", whole), ("out_proj.bias", whole) if self.out_proj.bias is not None else None
-        parts = {"out": Part(out, LinearCall())}
+        parts = {"out": Part(out, LayerCall(LinearTransfer))}
         for part in ("q", "k", "v", "kv", "qkv") if packed else ("q", "k", "v"):
             start = "qkv".index(part) * width
             rows = slice(start, start + len(part) * width)
             weight = ("in_proj_weight", rows) if packed else (f"{part}_proj_weight", whole)
             usual = part == "qkv" or not packed
-            parts[part] = Part((weight, ("in_proj_bias", rows) if bias else None), LinearCall(), usual)
+            blocks = weight, ("in_proj_bias", rows) if bias else None
+            parts[part] = Part(blocks, LayerCall(LinearTransfer), usual)
         return parts
 
     def _heads(self, x: Tensor, batched: bool) -> Tensor:

@@ -1,12 +1,13 @@
 """Convolutions and transposed convolutions in one, two and three dimensions."""
 
+from functools import partial
 from typing import cast
 
 from torch import Tensor, nn
 
-from proxprop.nn.layer import Part, ProximalLayer, detached, parameter_views, under_autocast
+from proxprop.nn.layer import ProximalLayer, under_autocast
 from proxprop.torch_internals import convolve, output_padding
-from proxprop.transfer import ConvCall, ConvGeometry, ConvTransposeCall
+from proxprop.transfer import ConvGeometry, ConvTransfer, ConvTransposeTransfer, LayerCall
 from proxprop.transfer.conv_transpose import CONVOLVE_TRANSPOSED
 
 AnyConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -21,13 +22,11 @@ class ConvLayer(ProximalLayer):
         if not self._solves():
             input = self._as_seen(input)
             return self._tap(cast(Tensor, super().forward(input)), (input,))
-        input, parameters = under_autocast(input), parameter_views(conv.weight, conv.bias)
-        weight, bias = detached(conv.weight, conv.bias)
-        output = convolve(conv, input, weight, bias)
-        return self._attach(output, ConvCall(geometry(conv)), (input,), parameters)
+        inputs = [under_autocast(input)]
+        return self._product(partial(convolve, conv), self._call(), inputs, conv.weight, conv.bias)
 
-    def _parts(self) -> dict[str, Part]:
-        return self._part(ConvCall(geometry(cast(nn.Conv2d, self))), "weight", "bias")
+    def _call(self) -> LayerCall:
+        return LayerCall(ConvTransfer, (geometry(cast(nn.Conv2d, self)),))
 
 
 class Conv1d(ConvLayer, nn.Conv1d):
@@ -57,17 +56,17 @@ class ConvTransposeLayer(ProximalLayer):
         if not self._solves():
             input = self._as_seen(input)
             return self._tap(cast(Tensor, super().forward(input, output_size)), (input,))
-        input, parameters = under_autocast(input), parameter_views(conv.weight, conv.bias)
-        weight, bias = detached(conv.weight, conv.bias)
-        walk = geometry(conv)
-        extra = output_padding(conv, input, output_size)
-        output = CONVOLVE_TRANSPOSED[len(extra)](
-            input, weight, bias, walk.stride, walk.widths, extra, walk.groups, walk.dilation
-        )
-        return self._attach(output, ConvTransposeCall(walk), (input,), parameters)
+        walk, extra = geometry(conv), output_padding(conv, input, output_size)
 
-    def _parts(self) -> dict[str, Part]:
-        return self._part(ConvTransposeCall(geometry(cast(nn.ConvTranspose2d, self))), "weight", "bias")
+        def convolve_transposed(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            options = walk.stride, walk.widths, extra, walk.groups, walk.dilation
+            return CONVOLVE_TRANSPOSED[len(extra)](input, weight, bias, *options)
+
+        inputs = [under_autocast(input)]
+        return self._product(convolve_transposed, self._call(), inputs, conv.weight, conv.bias)
+
+    def _call(self) -> LayerCall:
+        return LayerCall(ConvTransposeTransfer, (geometry(cast(nn.ConvTranspose2d, self)),))
 
 
 class ConvTranspose1d(ConvTransposeLayer, nn.ConvTranspose1d):

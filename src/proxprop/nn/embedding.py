@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from proxprop.nn.layer import Part, ProximalLayer, parameter_views
-from proxprop.transfer import EmbeddingBagCall, EmbeddingBagTransfer, EmbeddingCall, EmbeddingTransfer
+from proxprop.nn.layer import ProximalLayer, parameter_views
+from proxprop.transfer import EmbeddingBagTransfer, EmbeddingTransfer, LayerCall
 
 
 class Embedding(ProximalLayer, nn.Embedding):
@@ -16,7 +16,7 @@ class Embedding(ProximalLayer, nn.Embedding):
     `B[v] / (λ + count[v])` in closed form. Sparse gradients stay sparse; `padding_idx` receives none.
     """
 
-    plain = nn.Embedding
+    plain, names = nn.Embedding, ("weight",)
     spaces = EmbeddingTransfer.spaces
 
     def forward(self, input: Tensor) -> Tensor:
@@ -28,11 +28,8 @@ class Embedding(ProximalLayer, nn.Embedding):
         )
         return self._attach(output, self._call(), (input,), (self.weight,))
 
-    def _parts(self) -> dict[str, Part]:
-        return self._part(self._call(), "weight")
-
-    def _call(self) -> EmbeddingCall:
-        return EmbeddingCall(self.padding_idx, self.sparse)
+    def _call(self) -> LayerCall:
+        return LayerCall(EmbeddingTransfer, (self.padding_idx, self.sparse))
 
     @classmethod
     def refusal(cls, module: Any) -> str:
@@ -64,7 +61,8 @@ class EmbeddingBag(ProximalLayer, nn.EmbeddingBag):
             False, per_sample_weights, self.include_last_offset, self.padding_idx,
         )  # fmt: skip
         given = offsets is not None, per_sample_weights is not None
-        call = EmbeddingBagCall(*given, self.mode == "mean", self.padding_idx, self.sparse)
+        options = *given, self.mode == "mean", self.padding_idx, self.sparse
+        call = LayerCall(EmbeddingBagTransfer, options)
         tensors = [t for t in (input, offsets, per_sample_weights) if t is not None]
         return self._attach(output, call, tensors, parameters)
 

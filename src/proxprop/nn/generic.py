@@ -6,12 +6,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from proxprop.nn.layer import MixedLayer, ProximalLayer, parameter_views
-from proxprop.transfer import AutogradCall, AutogradTransfer, check_linear
+from proxprop.nn.layer import ProximalLayer, parameter_views
+from proxprop.transfer import AutogradTransfer, check_linear, generic_call
 from proxprop.transfer.autograd import copied
 
 
-class AnyLinearInParameters(MixedLayer):
+class AnyLinearInParameters(ProximalLayer):
     """Mixed into any class whose output is one tensor, linear in its parameters; solved matrix-free.
 
     Linearity is checked on the first training call.
@@ -20,14 +20,14 @@ class AnyLinearInParameters(MixedLayer):
     spaces = AutogradTransfer.spaces
 
     @classmethod
-    def mixed(cls, plain: type[nn.Module], **options: Any) -> type[MixedLayer]:
-        """As of any mix-in, but its forward stays out of torch.compile's reach.
+    def derived(cls, plain: type[nn.Module]) -> type[ProximalLayer]:
+        """As of any layer, but its forward stays out of torch.compile's reach.
 
         That is said here because `torch.compiler.disable` imports the compiler, which takes seconds.
         """
-        found = super().mixed(plain, **options)
+        found = super().derived(plain)
         if "forward" not in vars(found):
-            found.forward = torch.compiler.disable(cls.forward)
+            found.forward = torch.compiler.disable(AnyLinearInParameters.forward)
         return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -42,7 +42,7 @@ class AnyLinearInParameters(MixedLayer):
         output = _own_memory(output, [*constants.values(), *args, *kwargs.values()])
         for own, changed in zip(self.buffers(), plain.buffers(), strict=True):
             own.copy_(changed)
-        call, tensors = AutogradCall.of(plain, args, kwargs)
+        call, tensors = generic_call(plain, args, kwargs)
         return self._attach(output, call, tensors, parameters)
 
     def _check_once(self, plain: nn.Module, output: Any, args: Any, kwargs: Any) -> None:

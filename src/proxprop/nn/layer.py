@@ -83,16 +83,11 @@ def _setting(name: str) -> Any:
     return property(read, write, doc=f"`{name}` of `proxprop.convert`; what is written to it is checked.")
 
 
-_OWN = (
-    "_settings", "_layer_name", "_failures", "_observer", "_planned", "_attached", "_turn", "_checked",
-)  # fmt: skip
-"""Attributes that a plain layer does not have."""
-
-
 class ProximalLayer(nn.Module):
     """A layer with torch's own forward, whose parameters receive their proximal direction in backward.
 
-    A subclass names in `plain` the class it stands for and in `spaces` where its system can be solved.
+    A subclass names in `plain` the class it stands for, in `spaces` where its system can be solved, and in `names` the
+    parameters of that system. One that is mixed into classes not known ahead leaves `plain` to `derived`.
 
     Args:
         *args, **kwargs: as for the plain class.
@@ -100,7 +95,9 @@ class ProximalLayer(nn.Module):
     """
 
     plain: ClassVar[type[nn.Module]]
+    mixin: ClassVar[type["ProximalLayer"] | None] = None
     spaces: ClassVar[tuple[str, ...]] = SPACES
+    names: ClassVar[tuple[str, ...]] = ("weight", "bias")
     _is_replica = False  # nn.DataParallel sets it
 
     _settings: Settings
@@ -110,6 +107,7 @@ class ProximalLayer(nn.Module):
     _planned: Planned | None
     _attached: Attachment | None
     _turn: int
+    _checked: bool
 
     solver = _setting("solver")
     tau_theta = _setting("tau_theta")
@@ -147,9 +145,20 @@ class ProximalLayer(nn.Module):
         return ""
 
     @classmethod
-    def derived(cls, plain: type[nn.Module]) -> type["MixedLayer"]:
-        """The class for a subclass of the plain class, whose other attributes it keeps."""
-        return _mix(cls, plain, {})
+    def derived(cls, plain: type[nn.Module]) -> type["ProximalLayer"]:
+        """The class that stands for `plain`, whose other attributes it keeps; the same one every time."""
+        mixin = cls.mixin or cls
+        if (mixin, plain) not in _derived:
+            attributes = {"plain": plain, "mixin": mixin}
+            _derived[mixin, plain] = type(f"Proximal{plain.__name__}", (mixin, plain), attributes)
+        return _derived[mixin, plain]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a class that was derived by what it was made from: it has no importable name."""
+        if self.mixin is None:
+            return super().__reduce_ex__(protocol)
+        state = cast(tuple[Any, ...], super().__reduce_ex__(2))[2]
+        return _remake, (self.mixin, self.plain), state
 
     def _adopt(self, settings: Settings, name: str) -> None:
         """Take on settings; `name` is how messages call this layer."""
@@ -157,15 +166,17 @@ class ProximalLayer(nn.Module):
         self._observer = self._planned = self._attached = None
         self._turn = next(_turns)
 
+    def _call(self) -> LayerCall | None:
+        """How the layer is called; None where that is known with an input only, or there is no Gram matrix to sum."""
+        return None
+
     def _parts(self) -> dict[str, Part]:
         """The systems that calls can set up, by the name they give to `_attach`; none without a Gram matrix."""
-        return {}
-
-    def _part(self, call: LayerCall, *names: str) -> dict[str, Part]:
-        """The only system of a layer, with its parameters `names` in whole."""
-        present = [self._parameters.get(name) is not None for name in names]
-        blocks = ((name, slice(None)) if there else None for name, there in zip(names, present, strict=True))
-        return {"": Part(tuple(blocks), call)}
+        call = self._call()
+        if call is None:
+            return {}
+        there = [(name, self._parameters.get(name) is not None) for name in self.names]
+        return {"": Part(tuple((name, slice(None)) if has else None for name, has in there), call)}
 
     def _tie(self, attachment: Attachment | None) -> None:
         """Go over to deferred mode, or back to immediate mode where there is none."""
@@ -173,24 +184,15 @@ class ProximalLayer(nn.Module):
         self._attached = attachment
 
     @contextmanager
-    def _shown_to(self, observer: Observer) -> Iterator[None]:
-        """Within, calls are made whose solves the observer is shown."""
-        before, self._observer = self._observer, observer
-        try:
-            yield
-        finally:
-            self._observer = before
-
-    @contextmanager
-    def _telling(self, planned: Planned) -> Iterator[None]:
-        """Within, `planned` is told the plan of each call."""
-        kind = type(self)
+    def _watched(self, observer: Observer | None = None, planned: Planned | None = None) -> Iterator[None]:
+        """Within, the observer is shown the solves of calls that are made, and `planned` is told their plans."""
+        before, kind = (self._observer, self._planned), type(self)
         self._rest(False)
-        self._planned = planned
+        self._observer, self._planned = observer, planned
         try:
             yield
         finally:
-            self._planned, self.__class__ = None, kind
+            (self._observer, self._planned), self.__class__ = before, kind
 
     def _rest(self, resting: bool) -> None:
         """Run the plain class's own forward and nothing of ours, or wake up again."""
@@ -203,8 +205,8 @@ class ProximalLayer(nn.Module):
         self._failures.note(self._layer_name, failed, self._settings.solver.failure)
 
     def _abandon(self) -> None:
-        """Become the plain class again, without what `_adopt` set."""
-        for name in _OWN:
+        """Become the plain class again, without the attributes that are declared above."""
+        for name in ProximalLayer.__annotations__:
             vars(self).pop(name, None)
         self.__class__ = self.plain  # type: ignore[assignment]
 
@@ -267,6 +269,23 @@ class ProximalLayer(nn.Module):
                 f"{self._layer_name}: input and output should be real but are complex; {LEAVE_OUT}"
             )
 
+    def _product(
+        self,
+        function: Callable[..., Tensor],
+        call: LayerCall,
+        inputs: Sequence[Tensor],
+        weight: Tensor,
+        bias: Tensor | None,
+        owner: nn.Module | None = None,
+    ) -> Tensor:
+        """`function(*inputs, weight, bias)` with the direction of weight and bias attached; see `_attach`.
+
+        The function sees constants, so that torch's backward computes no gradient for them.
+        """
+        parameters = parameter_views(weight, bias)
+        output = function(*inputs, weight.detach(), bias.detach() if bias is not None else None)
+        return self._attach(output, call, inputs, parameters, owner)
+
     def _attach(
         self,
         output: Tensor,
@@ -291,10 +310,12 @@ class ProximalLayer(nn.Module):
         self._check(output, inputs)
         if not _some_train(parameters):
             return output
-        is_opaque = torch.compiler.is_compiling() and self._observer is None
-        make = CompiledTask if is_opaque and can_be_described(call, self._settings) else Task
-        task = make(
-            call, self._settings, self._layer_name, self._failures, self._observer,
+        compiles = torch.compiler.is_compiling()
+        is_opaque = compiles and self._observer is None and can_be_described(call, self._settings)
+        # A name would tell a layer from others of its kind, and torch would compile each of them anew.
+        name = "a compiled layer" if compiles else self._layer_name
+        task = (CompiledTask if is_opaque else Task)(
+            call, self._settings, name, self._failures, self._observer,
             inputs=len(inputs), parameters=len(parameters), side=self._side_solve(output, parameters),
         )  # fmt: skip
         if self._planned is not None:
@@ -330,9 +351,8 @@ def _resting(kind: Any) -> Any:
     """
 
     def reduce(layer: ProximalLayer, protocol: Any) -> Any:
-        if issubclass(kind, MixedLayer):
-            return kind.__reduce_ex__(layer, protocol)
-        return _empty, (kind,), *cast(tuple[Any, ...], super(kind, layer).__reduce_ex__(2))[2:]
+        made, arguments, *state = kind.__reduce_ex__(layer, 2)
+        return (_empty, (kind,), *state) if kind.mixin is None else (made, arguments, *state)
 
     attributes = {
         "plain": kind.plain, "awake": kind, "forward": kind.plain.forward, "__reduce_ex__": reduce,
@@ -341,42 +361,11 @@ def _resting(kind: Any) -> Any:
     return type(kind.__name__, (kind,), attributes)
 
 
-class MixedLayer(ProximalLayer):
-    """Base of layers for classes that are not known ahead; `mixed` and `derived` make the class for one of them."""
-
-    mixin: ClassVar[type[ProximalLayer]]
-    options: ClassVar[dict[str, Any]]
-
-    @classmethod
-    def mixed(cls, plain: type[nn.Module], **options: Any) -> type["MixedLayer"]:
-        """The class that mixes `cls` into `plain`, with class attributes `options`; the same one every time."""
-        return _mix(cls, plain, options)
-
-    @classmethod
-    def derived(cls, plain: type[nn.Module]) -> type["MixedLayer"]:
-        """The class for a subclass of what this one was mixed into."""
-        return _mix(cls.mixin, plain, cls.options)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle by what it was mixed from: the mixed class itself has no importable name."""
-        state = cast(tuple[Any, ...], super().__reduce_ex__(2))[2]
-        return _remake, (self.mixin, self.plain, self.options), state
+_derived: dict[tuple[type[ProximalLayer], type[nn.Module]], type[ProximalLayer]] = {}
 
 
-_mixed: dict[tuple[Any, ...], type[MixedLayer]] = {}
-
-
-def _mix(mixin: type[ProximalLayer], plain: type[nn.Module], options: dict[str, Any]) -> type[MixedLayer]:
-    key = (mixin, plain, *options.items())
-    if key not in _mixed:
-        bases = (mixin, plain) if issubclass(mixin, MixedLayer) else (mixin, MixedLayer, plain)
-        attributes = {"plain": plain, "mixin": mixin, "options": options, **options}
-        _mixed[key] = type(f"Proximal{plain.__name__}", bases, attributes)
-    return _mixed[key]
-
-
-def _remake(mixin: type[ProximalLayer], plain: type[nn.Module], options: dict[str, Any]) -> nn.Module:
-    return _empty(_mix(mixin, plain, options))
+def _remake(mixin: type[ProximalLayer], plain: type[nn.Module]) -> nn.Module:
+    return _empty(mixin.derived(plain))
 
 
 def _empty(kind: type[nn.Module]) -> nn.Module:
@@ -385,11 +374,6 @@ def _empty(kind: type[nn.Module]) -> nn.Module:
 
 def _some_train(parameters: Iterable[Tensor | None]) -> bool:
     return any(p is not None and p.requires_grad for p in parameters)
-
-
-def detached(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The parameters as constants, so that torch's backward computes no gradient for them."""
-    return weight.detach(), bias.detach() if bias is not None else None
 
 
 def parameter_views(*parameters: Tensor | None) -> list[Tensor | None]:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from proxprop.nn.layer import MixedLayer, Part, ProximalLayer, detached, parameter_views, under_autocast
-from proxprop.transfer import BilinearCall, LinearCall
+from proxprop.nn.layer import ProximalLayer, under_autocast
+from proxprop.transfer import BilinearTransfer, LayerCall, LinearTransfer
 
 
 class Linear(ProximalLayer, nn.Linear):
@@ -32,13 +32,11 @@ class Linear(ProximalLayer, nn.Linear):
         if not self._solves():
             seen = self._as_seen(input)
             return self._tap(super().forward(seen), (seen,), of=input)
-        input, parameters = under_autocast(input), parameter_views(self.weight, self.bias)
-        weight, bias = detached(self.weight, self.bias)
-        output = functional.linear(input, weight, bias)
-        return self._attach(output, LinearCall(), (input,), parameters)
+        inputs = [under_autocast(input)]
+        return self._product(functional.linear, self._call(), inputs, self.weight, self.bias)
 
-    def _parts(self) -> dict[str, Part]:
-        return self._part(LinearCall(), "weight", "bias")
+    def _call(self) -> LayerCall:
+        return LayerCall(LinearTransfer)
 
 
 class Bilinear(ProximalLayer, nn.Bilinear):
@@ -50,24 +48,23 @@ class Bilinear(ProximalLayer, nn.Bilinear):
         """torch's own forward."""
         if not self._solves():
             return self._tap(super().forward(input1, input2), (input1, input2))
-        parameters = parameter_views(self.weight, self.bias)
-        weight, bias = detached(self.weight, self.bias)
-        output = functional.bilinear(input1, input2, weight, bias)
-        return self._attach(output, BilinearCall(), (input1, input2), parameters)
+        inputs = [input1, input2]
+        return self._product(functional.bilinear, self._call(), inputs, self.weight, self.bias)
 
-    def _parts(self) -> dict[str, Part]:
-        return self._part(BilinearCall(), "weight", "bias")
+    def _call(self) -> LayerCall:
+        return LayerCall(BilinearTransfer)
 
 
-class RegisteredLinear(MixedLayer):
-    """Mixed into a class of another library that computes `x Wᵀ + b`, or `x W + b` where `transposed`.
+class RegisteredLinear(ProximalLayer):
+    """Mixed into a class of another library that computes `x Wᵀ + b`.
 
     That it really does is checked on the first training call.
     """
 
     weight: Tensor
     bias: Tensor | None
-    transposed: ClassVar[bool]
+    product: ClassVar[str] = "x Wᵀ + b"
+    transposed: ClassVar[bool] = False
 
     def forward(self, input: Tensor) -> Tensor:
         """The same product as the plain class's forward."""
@@ -77,18 +74,16 @@ class RegisteredLinear(MixedLayer):
             if self._observed():
                 self._check_once(input, output)
             return self._tap(output, (input,))
-        input, parameters = under_autocast(input), parameter_views(self.weight, self.bias)
-        output = self._product(input)
+        inputs = [under_autocast(input)]
+        output = self._product(self._linear, self._call(), inputs, self.weight, self.bias)
         self._check_once(input, output)
-        return self._attach(output, LinearCall(self.transposed), (input,), parameters)
+        return output
 
-    def _parts(self) -> dict[str, Part]:
-        return self._part(LinearCall(self.transposed), "weight", "bias")
-
-    def _product(self, input: Tensor) -> Tensor:
-        """What the class was registered for, with constant parameters."""
-        weight, bias = detached(self.weight, self.bias)
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(input, weight.mT if self.transposed else weight, bias)
+
+    def _call(self) -> LayerCall:
+        return LayerCall(LinearTransfer, (self.transposed,))
 
     def _check_once(self, input: Tensor, output: Tensor) -> None:
         """Compare the plain class's forward with what it was registered for; one of the two is the output."""
@@ -97,12 +92,21 @@ class RegisteredLinear(MixedLayer):
         if not bool(output.isfinite().all()):
             return  # a later call will tell
         with torch.no_grad():
-            expected = self._product(input) if self._attached else cast(Tensor, super().forward(input))
+            expected = (
+                self._linear(input, self.weight, self.bias)
+                if self._attached is not None
+                else cast(Tensor, super().forward(input))
+            )
         tolerance = torch.finfo(expected.dtype).eps ** 0.5
         if expected.shape != output.shape or not torch.allclose(expected, output, tolerance, tolerance):
-            product = "x W + b" if self.transposed else "x Wᵀ + b"
             raise ValueError(
-                f"{self.plain.__name__} was registered as a layer that computes {product} but its forward "
+                f"{self.plain.__name__} was registered as a layer that computes {self.product} but its forward "
                 "gives something else; see proxprop.register"
             )
         self._checked = True
+
+
+class RegisteredTransposed(RegisteredLinear):
+    """Mixed into a class of another library that computes `x W + b`."""
+
+    product, transposed = "x W + b", True

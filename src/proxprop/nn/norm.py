@@ -6,8 +6,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn import functional
 
-from proxprop.nn.layer import Part, ProximalLayer, parameter_views
-from proxprop.transfer import NormCall, NormTransfer
+from proxprop.nn.layer import ProximalLayer, parameter_views
+from proxprop.transfer import LayerCall, NormTransfer
 from proxprop.transfer.norm import batch_norm, instance_norm
 
 
@@ -21,14 +21,11 @@ class NormLayer(ProximalLayer):
         if not self._solves():
             statistics = self._statistics()
             return self._tap(cast(Tensor, super().forward(input)), (input, *statistics))
-        parameters = parameter_views(*(self._parameters.get(name) for name in ("weight", "bias")))
+        parameters = parameter_views(*(self._parameters.get(name) for name in self.names))
         output = cast(Tensor, self.plain.forward(constant(self, self.plain), input))
         return self._attach(output, self._call(), (input, *self._statistics()), parameters)
 
-    def _parts(self) -> dict[str, Part]:
-        return self._part(self._call(), "weight", "bias")
-
-    def _call(self) -> NormCall:
+    def _call(self) -> LayerCall:
         """How the layer normalises; holds no reference to its tensors."""
         raise NotImplementedError
 
@@ -48,8 +45,9 @@ class LayerNorm(NormLayer, nn.LayerNorm):
 
     plain = nn.LayerNorm
 
-    def _call(self) -> NormCall:
-        return NormCall(partial(functional.layer_norm, normalized_shape=self.normalized_shape, eps=self.eps))
+    def _call(self) -> LayerCall:
+        shape, eps = self.normalized_shape, self.eps
+        return LayerCall(NormTransfer, (partial(functional.layer_norm, normalized_shape=shape, eps=eps),))
 
 
 class RMSNorm(NormLayer, nn.RMSNorm):
@@ -57,8 +55,9 @@ class RMSNorm(NormLayer, nn.RMSNorm):
 
     plain = nn.RMSNorm
 
-    def _call(self) -> NormCall:
-        return NormCall(partial(functional.rms_norm, normalized_shape=self.normalized_shape, eps=self.eps))
+    def _call(self) -> LayerCall:
+        shape, eps = self.normalized_shape, self.eps
+        return LayerCall(NormTransfer, (partial(functional.rms_norm, normalized_shape=shape, eps=eps),))
 
 
 class GroupNorm(NormLayer, nn.GroupNorm):
@@ -66,15 +65,16 @@ class GroupNorm(NormLayer, nn.GroupNorm):
 
     plain = nn.GroupNorm
 
-    def _call(self) -> NormCall:
-        return NormCall(partial(functional.group_norm, num_groups=self.num_groups, eps=self.eps), axis=1)
+    def _call(self) -> LayerCall:
+        groups, eps = self.num_groups, self.eps
+        return LayerCall(NormTransfer, (partial(functional.group_norm, num_groups=groups, eps=eps), 1))
 
 
 class _BatchNorm(NormLayer):
     """Batch normalisation, with the batch's statistics in training and the running ones in evaluation."""
 
-    def _call(self) -> NormCall:
-        return NormCall(partial(batch_norm, eps=cast(nn.BatchNorm2d, self).eps), axis=1)
+    def _call(self) -> LayerCall:
+        return LayerCall(NormTransfer, (partial(batch_norm, eps=cast(nn.BatchNorm2d, self).eps), 1))
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
@@ -100,11 +100,9 @@ class _InstanceNorm(NormLayer):
 
     dimensions: int
 
-    def _call(self) -> NormCall:
-        eps = cast(nn.InstanceNorm2d, self).eps
-        return NormCall(
-            partial(instance_norm, eps=eps, dimensions=self.dimensions), axis=-1 - self.dimensions
-        )
+    def _call(self) -> LayerCall:
+        normalize = partial(instance_norm, eps=cast(nn.InstanceNorm2d, self).eps, dimensions=self.dimensions)
+        return LayerCall(NormTransfer, (normalize, -1 - self.dimensions))
 
 
 class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):

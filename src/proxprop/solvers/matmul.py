@@ -49,26 +49,28 @@ def transposed_product(left: Tensor, right: Tensor | None = None, precise: bool 
 
 @dataclass(frozen=True)
 class PendingProduct:
-    """`leftᵀ·right`, all but multiplied: the sum of products of these pairs `[rows, m]` and `[rows, n]`."""
+    """A product on a GPU, all but multiplied: the sum of products of these pairs `[m, rows]` and `[rows, n]`."""
 
     pairs: list[tuple[Tensor, Tensor]]
 
     def multiply(self) -> Tensor:
         """The product `[m, n]`, in memory of its own."""
-        total: Tensor | None = None
-        for left, right in self.pairs:
-            total = multiply(left.mT, right, total)
-        assert total is not None
+        (left, right), *others = self.pairs
+        if left.dtype != torch.bfloat16:
+            return torch.mm(left, right)
+        total = torch.mm(left, right, out_dtype=torch.float32)
+        for left, right in others:
+            torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
         return total
 
 
 def pending_product(left: Tensor, right: Tensor) -> PendingProduct:
-    """`transposed_product`, for later: factors of terms are split now."""
+    """`transposed_product`, to be multiplied later; float32 numbers that are taken in terms are split now."""
     flops = 2.0 * left.numel() * right.shape[1]
     if torch.bfloat16 in (left.dtype, right.dtype) or not _parts_pay(left, right, flops, precise=False):
-        return PendingProduct([(left.to(wide(left)), right.to(wide(right)))])
+        return PendingProduct([(left.to(wide(left)).mT, right.to(wide(right)))])
     pieces = zip(left.split(tuning.TERMS_LONGEST_SUM), right.split(tuning.TERMS_LONGEST_SUM), strict=True)
-    return PendingProduct([pair for piece in pieces for pair in _stacks(*piece)])
+    return PendingProduct([(a.mT, b) for piece in pieces for a, b in _stacks(*piece)])
 
 
 def times(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:

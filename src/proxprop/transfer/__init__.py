@@ -1,47 +1,37 @@
 """How a layer's call becomes the system `(λI + AᵀA) D = AᵀG`. Nothing here knows a solver.
 
-A layer describes its call by a `LayerCall`, which makes the `Transfer` once the tensors are there.
+A layer describes its call by a `LayerCall`, which makes the `Transfer` once the tensors are there. Every transfer is
+made of the same three things (inputs, a tensor like the output, shapes of parameters) and of options of its own.
 """
 
 from proxprop.transfer.affine import Affine
-from proxprop.transfer.autograd import AutogradCall, AutogradTransfer, check_linear
-from proxprop.transfer.bilinear import BilinearCall, BilinearTransfer
-from proxprop.transfer.conv import ConvCall, ConvTransfer
+from proxprop.transfer.autograd import AutogradTransfer, check_linear, generic_call
+from proxprop.transfer.bilinear import BilinearTransfer
+from proxprop.transfer.call import LayerCall
+from proxprop.transfer.conv import ConvTransfer
 from proxprop.transfer.conv_geometry import ConvGeometry
-from proxprop.transfer.conv_transpose import ConvTransposeCall, ConvTransposeTransfer
-from proxprop.transfer.embedding import (
-    EmbeddingBagCall,
-    EmbeddingBagTransfer,
-    EmbeddingCall,
-    EmbeddingTransfer,
-)
-from proxprop.transfer.linear import LinearCall, LinearTransfer
-from proxprop.transfer.norm import NormCall, NormTransfer
-from proxprop.transfer.transfer import LayerCall, Parameters, Products, Shapes, Transfer
+from proxprop.transfer.conv_transpose import ConvTransposeTransfer
+from proxprop.transfer.embedding import EmbeddingBagTransfer, EmbeddingTransfer
+from proxprop.transfer.linear import LinearTransfer
+from proxprop.transfer.norm import NormTransfer
+from proxprop.transfer.transfer import Parameters, Products, Shapes, Transfer
 
 __all__ = [
     "Affine",
-    "AutogradCall",
     "AutogradTransfer",
-    "BilinearCall",
     "BilinearTransfer",
-    "ConvCall",
     "ConvGeometry",
     "ConvTransfer",
-    "ConvTransposeCall",
     "ConvTransposeTransfer",
-    "EmbeddingBagCall",
     "EmbeddingBagTransfer",
-    "EmbeddingCall",
     "EmbeddingTransfer",
     "LayerCall",
-    "LinearCall",
     "LinearTransfer",
-    "NormCall",
     "NormTransfer",
     "Parameters",
     "Products",
     "Shapes",
     "Transfer",
     "check_linear",
+    "generic_call",
 ]

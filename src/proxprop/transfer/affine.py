@@ -1,33 +1,35 @@
-"""What linear layers and convolutions share: a weight, a bias, and rows that hold the input."""
+"""What layers with a weight and perhaps a bias share: rows that hold the input, and a column of ones."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from proxprop import tuning
 from proxprop.device import round_up
-from proxprop.solvers.matmul import square, transposed_square, wide
+from proxprop.solvers.matmul import square, transposed_square
 from proxprop.solvers.rotation import rotate
-from proxprop.transfer.transfer import Parameters, Transfer
+from proxprop.transfer.transfer import Parameters, Shapes, Transfer
 
 
 class Affine(Transfer):
     """A layer with a weight `[groups·outputs, ...]` and perhaps a bias `[groups·outputs]`.
 
     The bias is the coefficient of a column of ones behind the rows of the input. The ones are never stored:
-    they add 1 to every entry of K, and a border of column sums to S. A parameter that is not trained has no
-    columns: the system is solved for the others alone.
-
-    Args:
-        weight_shape: the weight's shape, or None where it is not trained.
-        bias: whether there is a bias to train.
+    they add 1 to every entry of K, and a border of column sums to S. A bias that is not trained has no column.
     """
 
-    def __init__(self, weight_shape: torch.Size | None, bias: bool) -> None:
-        self.weight_shape = weight_shape
-        self.bias = bias
-        self.ones = int(bias)  # columns of ones; a truth value can't be added to a symbolic size
+    def __init__(self, like: Tensor, shapes: Shapes) -> None:
+        weight, bias = shapes
+        self.output_shape = like.shape
+        self.weight_shape = weight or bias or torch.Size([0])
+        self.bias = bias is not None
+        self.ones = int(self.bias)  # columns of ones; a truth value can't be added to a symbolic size
 
-    output_shape: torch.Size
+    @classmethod
+    def channel_axis(cls, *options: Any) -> int | None:
+        """The output's axis that is the bias's."""
+        return -1
 
     def rows(self) -> Tensor:
         """The input as rows `[groups, samples, features]`, the ones column left out."""
@@ -35,7 +37,7 @@ class Affine(Transfer):
 
     def sample_gram(self) -> Tensor:
         """`K = AAᵀ`; the ones column adds 1 to every entry."""
-        K = self._square(self._any_rows())
+        K = square(self._any_rows())
         return K.add_(1.0) if self.bias else K
 
     def rotated_sample_gram(self) -> Tensor:
@@ -45,7 +47,7 @@ class Affine(Transfer):
         """
         if self.coarse:
             return super().rotated_sample_gram()
-        K = self._square(self._rotated_rows())
+        K = square(self._rotated_rows())
         if self.bias:
             K[:, 0, 0].add_(self.sizes.samples)
         return K
@@ -57,10 +59,6 @@ class Affine(Transfer):
     def _any_rows(self) -> Tensor:
         """`rows`, with the features in any order."""
         return self.rows()
-
-    def _square(self, A: Tensor) -> Tensor:
-        groups, samples, _, _ = self.sizes
-        return square(A) if self.weight_shape else A.new_zeros(groups, samples, samples, dtype=wide(A))
 
     def gram(self) -> Tensor:
         """`S = AᵀA`; the ones column adds the border `(Aᵀ1, samples)`."""
@@ -93,20 +91,16 @@ class Affine(Transfer):
     def to_features(self, parameters: Parameters) -> Tensor:
         """Weight rows as columns, the bias as the last feature."""
         weight, bias = parameters
+        assert weight is not None
         groups, _, _, outputs = self.sizes
-        blocks = []
-        if weight is not None:
-            blocks.append(self._columns(weight))
-        if bias is not None:
-            blocks.append(bias.reshape(groups, 1, outputs))
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-2)
+        columns = self._columns(weight)
+        return columns if bias is None else torch.cat([columns, bias.reshape(groups, 1, outputs)], dim=-2)
 
     def from_features(self, V: Tensor) -> Parameters:
         """The inverse of `to_features`; views of V where possible."""
         inputs = V.shape[-2] - self.ones
-        weight = self._weight(V[:, :inputs]) if self.weight_shape else None
         bias = V[:, inputs].reshape(-1).clone() if self.bias else None  # a view would keep all of V
-        return weight, bias
+        return self._weight(V[:, :inputs]), bias
 
     def _columns(self, weight: Tensor) -> Tensor:
         """A weight in its own layout as `[groups, features, outputs]`."""
@@ -115,7 +109,6 @@ class Affine(Transfer):
 
     def _weight(self, columns: Tensor) -> Tensor:
         """The inverse of `_columns`."""
-        assert self.weight_shape is not None
         return columns.mT.reshape(self.weight_shape)
 
     def _border(self, S: Tensor, sums: Tensor) -> Tensor:

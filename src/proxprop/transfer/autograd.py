@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +10,8 @@ from torch.func import functional_call
 
 from proxprop.solvers import MATRIX_FREE, Sizes
 from proxprop.torch_internals import TreeSpec, clear_hooks, tree_flatten, tree_unflatten
-from proxprop.transfer.transfer import LayerCall, Parameters, Shapes, Transfer
+from proxprop.transfer.call import LayerCall
+from proxprop.transfer.transfer import Parameters, Shapes, Transfer
 
 
 class AutogradTransfer(Transfer):
@@ -21,39 +21,37 @@ class AutogradTransfer(Transfer):
     stacked. Conjugate gradients then take one step length for the whole module.
 
     Args:
-        module: a plain module (its forward is its own, without hooks), whose buffers may be changed.
-        arguments: what it was called with, in the precision to solve in.
-        keywords: likewise.
-        shapes: shape of every parameter by name, None for one that is not trained.
-        dtype: the precision to solve in.
+        inputs: the tensors among the module's arguments, in the precision to solve in.
+        like: a tensor of that precision.
+        shapes: the parameters' shapes.
+        module: a plain module (its forward is its own, without hooks).
+        leaves: its arguments, flattened, with `TENSOR` for each tensor.
+        structure: how they were nested.
     """
 
     spaces = (MATRIX_FREE,)
 
     def __init__(
         self,
+        inputs: Sequence[Tensor],
+        like: Tensor,
+        shapes: Shapes,
         module: nn.Module,
-        arguments: tuple[Any, ...],
-        keywords: Mapping[str, Any],
-        shapes: Mapping[str, torch.Size | None],
-        dtype: torch.dtype,
+        leaves: Sequence[Any],
+        structure: TreeSpec,
     ) -> None:
-        self.module, self.arguments, self.keywords = module, arguments, dict(keywords)
-        for part in module.modules():
-            clear_hooks(part)
-            floating = {
-                name: b for name, b in part._buffers.items() if b is not None and b.is_floating_point()
-            }
-            part._buffers.update({name: buffer.to(dtype) for name, buffer in floating.items()})
-        zeros = {name: torch.zeros_like(p, dtype=dtype) for name, p in module.named_parameters()}
-        self.frozen = {name: zero for name, zero in zeros.items() if shapes[name] is None}
-        self.shapes = dict(shapes)
+        following = iter(inputs)
+        filled = [next(following) if leaf is TENSOR else leaf for leaf in leaves]
+        self.arguments, self.keywords = tree_unflatten(filled, structure)
+        self.module = _in_precision(copied(module), like.dtype)
+        zeros = {name: torch.zeros_like(p, dtype=like.dtype) for name, p in module.named_parameters()}
+        self.shapes = dict(zip(zeros, shapes, strict=True))
+        self.frozen = {name: zero for name, zero in zeros.items() if self.shapes[name] is None}
         with torch.enable_grad():
             # One graph serves every φ*: the map is linear, so it may be linearised at zero.
-            trained = [zeros[name].requires_grad_() for name, shape in shapes.items() if shape is not None]
-            self.image = self.output(self._with_gaps(trained))
-        self.trained = trained
-        self.sizes = Sizes(1, self.image.numel(), sum(leaf.numel() for leaf in trained), 1)
+            self.trained = [zeros[name].requires_grad_() for name in zeros if name not in self.frozen]
+            self.image = self.output(self._with_gaps(self.trained))
+        self.sizes = Sizes(1, self.image.numel(), sum(leaf.numel() for leaf in self.trained), 1)
 
     def output(self, parameters: Parameters) -> Tensor:
         """The module's forward at these parameters, those not trained at zero."""
@@ -96,40 +94,28 @@ def copied(module: nn.Module) -> nn.Module:
     return copy
 
 
+def _in_precision(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The module without hooks and with floating buffers of this precision, all changed in place."""
+    for part in module.modules():
+        clear_hooks(part)
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                part._buffers[name] = buffer.to(dtype)
+    return module
+
+
 TENSOR = object()
 """Stands in a call's arguments where one of its saved tensors goes."""
 
 
-@dataclass(frozen=True, eq=False)
-class AutogradCall(LayerCall):
-    """A call of any module that is linear in its parameters.
-
-    Attributes:
-        module: the plain copy of the module that was called.
-        leaves: its arguments, flattened, with `TENSOR` for each tensor.
-        structure: how they were nested.
-    """
-
-    module: nn.Module
-    leaves: Sequence[Any]
-    structure: TreeSpec
-
-    @classmethod
-    def of(
-        cls, module: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any]
-    ) -> tuple["AutogradCall", list[Tensor]]:
-        """The call of a plain module with these arguments, and the tensors among them."""
-        leaves, structure = tree_flatten((tuple(arguments), dict(keywords)))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return cls(module, [TENSOR if isinstance(x, Tensor) else x for x in leaves], structure), tensors
-
-    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> AutogradTransfer:
-        """The transfer of this call."""
-        following = iter(inputs)
-        filled = [next(following) if leaf is TENSOR else leaf for leaf in self.leaves]
-        arguments, keywords = tree_unflatten(filled, self.structure)
-        named = dict(zip((name for name, _ in self.module.named_parameters()), shapes, strict=True))
-        return AutogradTransfer(copied(self.module), arguments, keywords, named, like.dtype)
+def generic_call(
+    module: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any]
+) -> tuple[LayerCall, list[Tensor]]:
+    """The call of a plain module with these arguments, and the tensors among them."""
+    leaves, structure = tree_flatten((tuple(arguments), dict(keywords)))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    leaves = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return LayerCall(AutogradTransfer, (module, leaves, structure)), tensors
 
 
 def check_linear(module: nn.Module, *arguments: Any, **keywords: Any) -> None:

@@ -1,7 +1,8 @@
-"""Which way a convolution's Gram matrix S is formed: one function that can be asked, and says why."""
+"""Which way a convolution's Gram matrix S is formed: one function that can be asked, and says why.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+A method's `gram` takes an input `[batch, groups, channels, *space]`, not padded, and the walks along its dimensions.
+It returns S `[groups, features, features]` without the ones column. Patches have none: the layer cuts them out.
+"""
 
 import torch
 from torch import Tensor
@@ -10,29 +11,7 @@ from proxprop import tuning
 from proxprop.solvers import Sizes
 from proxprop.transfer import gram_autocorrelation, gram_image_rows
 from proxprop.transfer.conv_geometry import Axis, ConvGeometry, taps
-
-ROW_DEVICES = ("cuda",)
-"""Devices where products of image rows make S: a transform takes a GPU more launches, and a CPU fewer FLOPs."""
-
-
-@dataclass(frozen=True)
-class GramMethod:
-    """A way of forming S.
-
-    Attributes:
-        name: "image rows", "autocorrelation" or "patches".
-        reason: why it was chosen.
-        gram: from an input `[batch, groups, channels, *space]`, not padded, and the walks along its dimensions to
-            S `[groups, features, features]` without the ones column; None for patches, which the layer cuts out.
-        flops: its FLOPs; None where they are those of the product of rows.
-        price: what one of them costs beside one of a product with K or S.
-    """
-
-    name: str
-    reason: str
-    gram: Callable[[Tensor, list[Axis]], Tensor] | None = None
-    flops: float | None = None
-    price: float = 1.0
+from proxprop.transfer.transfer import GramMethod
 
 
 def choose(x: Tensor, geometry: ConvGeometry, sizes: Sizes) -> GramMethod:
@@ -48,7 +27,8 @@ def choose(x: Tensor, geometry: ConvGeometry, sizes: Sizes) -> GramMethod:
     axes = geometry.axes(x.shape[2:])
     if taps(axes) == 1:
         return from_patches("a filter of one entry: a patch is an entry of the input")
-    return _from_image_rows(x, geometry, axes) or _from_autocorrelation(x, axes, sizes)
+    by_rows = from_image_rows(x, geometry, axes) if x.is_cuda else None  # a transform takes a CPU fewer FLOPs
+    return by_rows or _from_autocorrelation(x, axes, sizes)
 
 
 def from_patches(reason: str) -> GramMethod:
@@ -56,11 +36,11 @@ def from_patches(reason: str) -> GramMethod:
     return GramMethod("patches", reason)
 
 
-def _from_image_rows(x: Tensor, geometry: ConvGeometry, axes: list[Axis]) -> GramMethod | None:
-    """Products of image rows: on a GPU, for rows so short that launches are what counts."""
+def from_image_rows(x: Tensor, geometry: ConvGeometry, axes: list[Axis]) -> GramMethod | None:
+    """Products of image rows, for rows so short that launches count; None where rows are long or not enough."""
     if len(axes) != 2 or geometry.groups != 1 or geometry.dilation != (1, 1):
         return None
-    if x.device.type not in ROW_DEVICES or x.shape[1] * x.shape[3] > tuning.IMAGE_ROWS_MOST_NUMBERS:
+    if x.shape[1] * x.shape[3] > tuning.IMAGE_ROWS_MOST_NUMBERS:
         return None
     flops = gram_image_rows.flops(axes, len(x), x.shape[1])
     return GramMethod("image rows", "image rows so short that launches count", gram_image_rows.gram, flops)

@@ -1,16 +1,14 @@
 """Transposed convolutions: a convolution of the input with zeros between its entries."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxprop.transfer.conv import WEIGHT_GRADIENT, ConvCall, ConvTransfer
-from proxprop.transfer.conv_gram import GramMethod, from_patches
-from proxprop.transfer.transfer import Parameters, Shapes
+from proxprop.transfer.conv import WEIGHT_GRADIENT, ConvTransfer
+from proxprop.transfer.conv_gram import from_patches
+from proxprop.transfer.transfer import GramMethod, Parameters
 
 CONVOLVE_TRANSPOSED = {
     1: functional.conv_transpose1d,
@@ -26,26 +24,29 @@ class ConvTransposeTransfer(ConvTransfer):
     patches are cut at stride 1 from the input spread out by the stride, with the taps in reverse order.
 
     Args:
-        input, output_shape, bias, geometry: as for `ConvTransfer`.
-        weight_shape: `[channels, outputs, *filter_size]`, or None where the weight is not trained.
+        inputs, like, geometry: as for `ConvTransfer`.
+        shapes: of the weight, `[channels, outputs, *filter_size]`, and the bias.
     """
+
+    @staticmethod
+    def _channels(weight: torch.Size, groups: int) -> tuple[int, int]:
+        return weight[0], weight[1] * groups
 
     def output(self, parameters: Parameters) -> Tensor:
         """`conv_transpose(X, W) + b`."""
         weight, bias = parameters
-        if weight is None:
-            return super().output(parameters)
+        assert weight is not None
         g = self.geometry
         Y = CONVOLVE_TRANSPOSED[self.dimensions](
             self._widened(), weight, bias, g.stride, g.widths, self._extra(), g.groups, g.dilation
         )
         return Y.view(self.output_shape)
 
-    def _own_weight_gradient(self, G: Tensor, shape: torch.Size) -> Tensor:
+    def _own_weight_gradient(self, G: Tensor) -> Tensor:
         """That of the convolution that maps the output back to the input."""
         g = self.geometry
         gradient: Tensor = WEIGHT_GRADIENT[self.dimensions](
-            G, shape, self.batched, g.stride, g.widths, g.dilation, g.groups
+            G, self.weight_shape, self.batched, g.stride, g.widths, g.dilation, g.groups
         )
         return gradient
 
@@ -56,16 +57,13 @@ class ConvTransposeTransfer(ConvTransfer):
     def _choose(self) -> GramMethod:
         return from_patches("most of the spread-out input is zeros")
 
-    def _padded(self, images: slice = slice(None)) -> Tensor:
+    def _padded(self, images: slice) -> Tensor:
         """The input spread out by the stride, with the border that makes every output position a patch."""
         g, batched = self.geometry, self.batched[images]
         space = batched.shape[2:]
         spread = [(size - 1) * step + 1 for size, step in zip(space, g.stride, strict=True)]
         result = batched.new_zeros(*batched.shape[:2], *spread)
-        entries = result
-        for axis, step in enumerate(g.stride):
-            entries = entries[(slice(None),) * (2 + axis) + (slice(None, None, step),)]
-        entries.copy_(batched)
+        result[:, :, *[slice(None, None, step) for step in g.stride]] = batched
         borders = []
         for axis in reversed(range(self.dimensions)):
             reach = g.dilation[axis] * (g.filter_size[axis] - 1)
@@ -75,21 +73,17 @@ class ConvTransposeTransfer(ConvTransfer):
 
     def _extra(self) -> list[int]:
         """The output padding that the call took, read off its output's shape."""
-        g = self.geometry
-        inputs, outputs = self.batched.shape[2:], self.batched_shape[2:]
-        return [
-            outputs[i]
-            - ((inputs[i] - 1) * g.stride[i] - sum(g.padding[i]) + g.dilation[i] * (g.filter_size[i] - 1) + 1)
-            for i in range(self.dimensions)
-        ]
+        g, sizes = self.geometry, (self.batched_shape[2:], self.batched.shape[2:])
+        walks = zip(*sizes, g.stride, g.padding, g.dilation, g.filter_size, strict=True)
+        return [n - (m - 1) * step + sum(pad) - e * (k - 1) - 1 for n, m, step, pad, e, k in walks]
 
-    def _unfold(self, padded: Tensor) -> Tensor:
-        """Patches at stride 1, taps reversed."""
-        return self._patches(padded, (1,) * self.dimensions, reverse=True)
+    def _windows(self, padded: Tensor) -> Tensor:
+        """Taps in reverse order."""
+        return super()._windows(padded).flip(list(range(2 + self.dimensions, 2 + 2 * self.dimensions)))
 
-    def sampled_rows(self, index: Tensor) -> Tensor:
-        """Some of the patches, after all were unfolded."""
-        return self.rows()[:, index]
+    def _steps(self) -> tuple[int, ...]:
+        """Every position of the spread-out input is an output's."""
+        return (1,) * self.dimensions
 
     def _columns(self, weight: Tensor) -> Tensor:
         groups, _, _, outputs = self.sizes
@@ -97,20 +91,6 @@ class ConvTransposeTransfer(ConvTransfer):
         return split.transpose(2, 3).flatten(1, 2)
 
     def _weight(self, columns: Tensor) -> Tensor:
-        assert self.weight_shape is not None
         groups, _, _, outputs = self.sizes
         split = columns.reshape(groups, -1, prod(self.geometry.filter_size), outputs)
         return split.transpose(2, 3).reshape(self.weight_shape)
-
-
-@dataclass(frozen=True)
-class ConvTransposeCall(ConvCall):
-    """A call of a transposed convolution."""
-
-    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> ConvTransposeTransfer:
-        """The transfer of this call."""
-        (input,), (weight, bias) = inputs, shapes
-        return ConvTransposeTransfer(input, like.shape, weight, bias is not None, self.geometry)
-
-    def _channels(self, weight: torch.Size) -> tuple[int, int]:
-        return weight[0], weight[1] * self.geometry.groups

@@ -1,20 +1,35 @@
-"""Embedding tables: a row of A holds a 1 at the entry that was looked up."""
+"""Embedding tables: a row of A holds the coefficients of the entries that were looked up."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from proxprop.solvers import DIAGONAL, SAMPLE, Sizes
-from proxprop.transfer.transfer import LayerCall, Parameters, Shapes, Transfer
+from proxprop.transfer.transfer import Parameters, Shapes, Transfer, nothing
 
 
 class Table(Transfer):
-    """What lookups share: one parameter `[entries, outputs]`, whose gradient may be sparse."""
+    """What lookups share: one parameter `[entries, outputs]`, whose gradient may be sparse.
 
-    def __init__(self, shape: torch.Size, sparse: bool) -> None:
+    Args:
+        index: the entries that were looked up, of any shape.
+        coefficients: what each is multiplied by, in the shape of index.
+        shapes: of the table.
+        padding: an entry that is not trained.
+        sparse: whether the gradient is to be sparse.
+    """
+
+    def __init__(
+        self, index: Tensor, coefficients: Tensor, shapes: Shapes, padding: int | None, sparse: bool
+    ) -> None:
+        (shape,) = shapes
+        assert shape is not None
+        self.index, self.coefficients = index.reshape(-1), coefficients.reshape(-1)
+        if padding is not None:
+            self.coefficients = self.coefficients * (self.index != padding)
         self.shape, self.sparse = shape, sparse
 
     def to_features(self, parameters: Parameters) -> Tensor:
@@ -27,106 +42,108 @@ class Table(Transfer):
         """The inverse of `to_features`."""
         return (V[0],)
 
-    def _scatter(self, index: Tensor, values: Tensor) -> Tensor:
-        """Sum rows of values into the table's gradient."""
+    def _lookup(self, parameters: Parameters) -> Tensor:
+        """The entries `[items, outputs]`, each multiplied by its coefficient."""
+        (table,) = parameters
+        assert table is not None
+        return functional.embedding(self.index, table) * self.coefficients[:, None]
+
+    def _scatter(self, values: Tensor, coefficients: Tensor) -> Parameters:
+        """The table's gradient: values `[items, outputs]`, multiplied and summed into the entries they belong to."""
+        values = values * coefficients[:, None]
         if self.sparse:
-            return torch.sparse_coo_tensor(index[None], values, self.shape, check_invariants=False)
-        return values.new_zeros(self.shape).index_add_(0, index, values)
+            index = self.index[None]
+            return (torch.sparse_coo_tensor(index, values, self.shape, check_invariants=False),)
+        return (values.new_zeros(self.shape).index_add_(0, self.index, values),)
 
 
 class EmbeddingTransfer(Table):
     """`Y = W[index]`; `AᵀA` is the diagonal of how often each entry occurs.
 
     Args:
-        index: entries, of any shape.
+        inputs: the index.
         like: a tensor of the output's shape in the precision to solve in.
-        shape: the table's, `[entries, outputs]`.
-        padding: an entry that is not trained.
-        sparse: whether the gradient is to be sparse.
+        shapes, padding, sparse: as for `Table`.
     """
 
     spaces = (DIAGONAL,)
 
     def __init__(
-        self, index: Tensor, like: Tensor, shape: torch.Size, padding: int | None, sparse: bool
+        self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes, padding: int | None, sparse: bool
     ) -> None:
-        super().__init__(shape, sparse)
-        self.index, self.output_shape = index.reshape(-1), like.shape
-        self.trained = torch.ones_like(self.index, dtype=like.dtype)
-        if padding is not None:
-            self.trained *= self.index != padding
-        self.sizes = Sizes(1, self.index.numel(), shape[0], shape[1])
+        (index,) = inputs
+        super().__init__(index, torch.ones_like(index, dtype=like.dtype), shapes, padding, sparse)
+        self.output_shape = like.shape
+        self.sizes = Sizes(1, self.index.numel(), *self.shape)
+
+    @classmethod
+    def without_samples(cls, shapes: Shapes, *options: Any) -> "EmbeddingTransfer":
+        """A transfer that has no samples."""
+        assert shapes[0] is not None
+        return cls([nothing(dtype=torch.long)], nothing(shapes[0][1]), shapes, *options)
 
     def output(self, parameters: Parameters) -> Tensor:
         """The entries looked up; zero at padding."""
-        (table,) = parameters
-        assert table is not None
-        found = functional.embedding(self.index, table) * self.trained[:, None]
-        return found.view(self.output_shape)
+        return self._lookup(parameters).view(self.output_shape)
 
     def gradient(self, G: Tensor) -> Parameters:
         """G summed into the entries it came from."""
-        return (self._scatter(self.index, G.reshape(-1, self.shape[1]) * self.trained[:, None]),)
+        return self._scatter(G.reshape(-1, self.shape[1]), self.coefficients)
 
     def diagonal(self) -> Tensor:
         """How often each entry occurs `[1, entries]`."""
-        return self.trained.new_zeros(self.shape[0]).index_add_(0, self.index, self.trained)[None]
+        return self.coefficients.new_zeros(self.shape[0]).index_add_(0, self.index, self.coefficients)[None]
 
     def divide(self, G: Tensor, damping: float, factor: float) -> Parameters:
         """`factor·B / (λ + count)`, in the entries that occur."""
         scale = factor / (self.diagonal()[0] + damping)
-        values = G.reshape(-1, self.shape[1]) * (scale[self.index] * self.trained)[:, None]
-        return (self._scatter(self.index, values),)
+        return self._scatter(G.reshape(-1, self.shape[1]), scale[self.index] * self.coefficients)
 
 
 class EmbeddingBagTransfer(Table):
     """`Y[b] = Σ c_i·W[index_i]` over the items i of bag b; the coefficient c_i is a weight, or 1 over the bag's size.
 
     Args:
-        index: entries `[bags, items]`, or `[items]` with offsets.
-        offsets: where each bag starts; None for two-dimensional indices.
-        weights: per-sample weights, in the shape of index.
+        inputs: entries `[bags, items]`, or `[items]` and offsets where each bag starts; and perhaps a weight for each.
         like: a tensor of the output's shape, `[bags, outputs]`, in the precision to solve in.
-        shape: the table's, `[entries, outputs]`.
+        has_offsets: whether there are offsets.
+        has_weights: whether there are weights.
         mean: whether a bag is averaged rather than summed.
         padding: an entry that is left out of every bag.
-        sparse: whether the gradient is to be sparse.
+        shapes, sparse: as for `Table`.
     """
 
     spaces = (SAMPLE,)
 
     def __init__(
         self,
-        index: Tensor,
-        offsets: Tensor | None,
-        weights: Tensor | None,
+        inputs: Sequence[Tensor],
         like: Tensor,
-        shape: torch.Size,
+        shapes: Shapes,
+        has_offsets: bool,
+        has_weights: bool,
         mean: bool,
         padding: int | None,
         sparse: bool,
     ) -> None:
-        super().__init__(shape, sparse)
-        self.index, self.bags = index.reshape(-1), like.shape[0]
-        self.bag = self._bag_of_each_item(index, offsets)
-        self.coefficients = like.new_ones(self.index.shape) if weights is None else weights.reshape(-1)
-        if padding is not None:
-            self.coefficients = self.coefficients * (self.index != padding)
+        index = inputs[0]
+        weights = inputs[-1] if has_weights else torch.ones_like(index, dtype=like.dtype)
+        super().__init__(index, weights, shapes, padding, sparse)
+        self.bags = like.shape[0]
+        self.bag = self._bag_of_each_item(index, inputs[1] if has_offsets else None)
         if mean:
             size = self.coefficients.new_zeros(self.bags).index_add_(0, self.bag, self.coefficients)
             self.coefficients = self.coefficients / size.clamp(min=1.0)[self.bag]
-        self.sizes = Sizes(1, self.bags, shape[0], shape[1])
+        self.sizes = Sizes(1, self.bags, *self.shape)
 
     def output(self, parameters: Parameters) -> Tensor:
         """Each bag's weighted sum."""
-        (table,) = parameters
-        assert table is not None
-        items = functional.embedding(self.index, table) * self.coefficients[:, None]
+        items = self._lookup(parameters)
         return items.new_zeros(self.bags, self.shape[1]).index_add_(0, self.bag, items)
 
     def gradient(self, G: Tensor) -> Parameters:
         """Each bag's G, weighted, summed into its items' entries."""
-        return (self._scatter(self.index, G[self.bag] * self.coefficients[:, None]),)
+        return self._scatter(G[self.bag], self.coefficients)
 
     def sample_gram(self) -> Tensor:
         """`K = AAᵀ` from the columns of A that are not zero: no more than there are items."""
@@ -152,51 +169,3 @@ class EmbeddingBagTransfer(Table):
             return torch.arange(self.bags, device=index.device).repeat_interleave(index.shape[1])
         items = torch.arange(index.numel(), device=index.device)
         return torch.searchsorted(offsets[: self.bags].contiguous(), items, right=True) - 1
-
-
-@dataclass(frozen=True)
-class EmbeddingCall(LayerCall):
-    """A call of an embedding; `padding` and `sparse` as in `EmbeddingTransfer`."""
-
-    padding: int | None
-    sparse: bool
-
-    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> EmbeddingTransfer:
-        """The transfer of this call."""
-        (index,), (table,) = inputs, shapes
-        assert table is not None
-        return EmbeddingTransfer(index, like, table, self.padding, self.sparse)
-
-    def layout(self, shapes: Shapes) -> EmbeddingTransfer:
-        """The transfer without samples."""
-        (table,) = shapes
-        assert table is not None
-        index = torch.empty(0, dtype=torch.long, device="meta")
-        return self.transfer((index,), torch.empty(0, table[1], device="meta"), shapes)
-
-
-@dataclass(frozen=True)
-class EmbeddingBagCall(LayerCall):
-    """A call of an embedding of bags; `mean`, `padding` and `sparse` as in `EmbeddingBagTransfer`.
-
-    Attributes:
-        has_offsets: whether offsets come behind the index.
-        has_weights: whether weights of samples come last.
-    """
-
-    has_offsets: bool
-    has_weights: bool
-    mean: bool
-    padding: int | None
-    sparse: bool
-
-    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> EmbeddingBagTransfer:
-        """The transfer of this call."""
-        index, *others = inputs
-        offsets = others[0] if self.has_offsets else None
-        weights = others[-1] if self.has_weights else None
-        (table,) = shapes
-        assert table is not None
-        return EmbeddingBagTransfer(
-            index, offsets, weights, like, table, self.mean, self.padding, self.sparse
-        )

@@ -27,12 +27,13 @@ def flops(axes: list[Axis], batch: int, channels: int) -> float:
     return 2.0 * batch * height.size * height.taps * (channels * width.size) ** 2
 
 
-def gram(x: Tensor, axes: list[Axis]) -> Tensor:
+def gram(x: Tensor, axes: list[Axis], most: int = tuning.IMAGE_ROWS_BLOCK_NUMBERS) -> Tensor:
     """`S = AᵀA` of the patches of x, the ones column left out.
 
     Args:
         x: input `[batch, 1, channels, height, width]`, not padded.
         axes: how the convolution walks down and across.
+        most: products of image rows that exist at a time, unless the input has more numbers.
 
     Returns:
         S `[1, channels·taps, channels·taps]`.
@@ -40,7 +41,7 @@ def gram(x: Tensor, axes: list[Axis]) -> Tensor:
     x, (height, width) = x.squeeze(1), axes
     batch, channels = x.shape[:2]
     lags, row = height.taps, channels * width.size
-    numbers = max(tuning.IMAGE_ROWS_BLOCK_NUMBERS, x.numel())
+    numbers = max(most, x.numel())
     at_once = max(1, numbers // (height.size * width.size * lags * row))
 
     def product(left: Tensor, right: Tensor, total: Tensor | None) -> Tensor:

@@ -1,7 +1,6 @@
 """Linear layers: every leading dimension of the input is samples."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,42 +10,44 @@ from proxprop import device, tuning
 from proxprop.solvers import Sizes
 from proxprop.solvers.matmul import pending_product, transposed_product, wide
 from proxprop.transfer.affine import Affine
-from proxprop.transfer.transfer import LayerCall, Parameters, Products, Shapes
+from proxprop.transfer.transfer import Parameters, Products, Shapes, nothing
 
 
 class LinearTransfer(Affine):
     """`Y = X Wᵀ + b`.
 
     Args:
-        input: `[*, features]`, in the precision to solve in, or in bfloat16 where that is what it came in: products of
+        inputs: one `[*, features]`, in the precision to solve in, or in bfloat16 where it came in that: products of
             bfloat16 numbers are exact in float32, so there is nothing to gain from a float32 copy.
-        output_shape: shape of the layer's output, `[*, outputs]`.
-        weight_shape: `[outputs, features]`, or None where the weight is not trained.
-        bias: whether there is a bias to train.
+        like: `[*, outputs]`.
+        shapes: of the weight, `[outputs, features]`, and the bias.
         transposed: whether the weight is stored as `[features, outputs]` instead.
     """
 
+    takes_bfloat16 = capturable = True
+
     def __init__(
-        self,
-        input: Tensor,
-        output_shape: torch.Size,
-        weight_shape: torch.Size | None,
-        bias: bool,
-        transposed: bool = False,
+        self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes, transposed: bool = False
     ) -> None:
-        super().__init__(weight_shape, bias)
+        super().__init__(like, shapes)
+        (input,), self.transposed = inputs, transposed
         self.input = input.reshape(-1, input.shape[-1])
-        self.output_shape = output_shape
-        self.transposed = transposed
         self.coarse = input.dtype == torch.bfloat16
         self._rotated: Tensor | None = None
-        inputs = input.shape[-1] if weight_shape else 0
-        self.sizes = Sizes(1, self.input.shape[0], inputs + self.ones, output_shape[-1])
+        self.sizes = Sizes(1, self.input.shape[0], input.shape[-1] + self.ones, like.shape[-1])
+
+    @classmethod
+    def without_samples(cls, shapes: Shapes, transposed: bool = False) -> "LinearTransfer":
+        """A transfer that has no samples."""
+        assert shapes[0] is not None
+        features, outputs = shapes[0] if transposed else shapes[0][::-1]
+        return cls([nothing(features)], nothing(outputs), shapes, transposed)
 
     def with_rows(self, A: Tensor) -> "LinearTransfer":
         """A call of the same layer with the rows `A [samples, features]`, the ones column left out."""
-        shape = torch.Size([len(A), self.sizes.outputs])
-        return LinearTransfer(A, shape, self.weight_shape, self.bias, self.transposed)
+        outputs = self.sizes.outputs
+        like, bias = A.new_empty(()).expand(len(A), outputs), torch.Size([outputs]) if self.bias else None
+        return LinearTransfer([A], like, [self.weight_shape, bias], self.transposed)
 
     def to_samples(self, G: Tensor) -> Tensor:
         """Leading dimensions flattened."""
@@ -60,14 +61,12 @@ class LinearTransfer(Affine):
 
     def rows(self) -> Tensor:
         """The input, its leading dimensions flattened."""
-        return self.input[None] if self.weight_shape else self.input[None, :, :0]
+        return self.input[None]
 
     def output(self, parameters: Parameters) -> Tensor:
         """`X Wᵀ + b`."""
         weight, bias = parameters
-        if weight is None:
-            assert bias is not None
-            return bias.expand(self.output_shape)
+        assert weight is not None
         weight = weight.mT if self.transposed else weight
         return functional.linear(self.input.to(weight.dtype), weight, bias).view(self.output_shape)
 
@@ -75,8 +74,6 @@ class LinearTransfer(Affine):
         """`GᵀX` and the column sums of G, which is freed before that product where the caller does not keep it."""
         G = G.reshape(-1, G.shape[-1])
         bias = G.sum(0, dtype=wide(G)) if self.bias else None
-        if self.weight_shape is None:
-            return None, bias
         given = [G]
         del G
         return self._weight_product(self.input, given.pop()), bias
@@ -86,13 +83,11 @@ class LinearTransfer(Affine):
         if self.coarse:
             return super().rotated_gradient(U)
         bias = U[0, 0] * self.sizes.samples**0.5 if self.bias else None
-        if self.weight_shape is None:
-            return None, bias
         return self._weight_product(self._rotated_rows()[0], U[0]), bias
 
     def rotated_products(self, U: Tensor) -> Products:
         """The weight is left to be multiplied: it is often far larger than both factors."""
-        if self.coarse or self.weight_shape is None:
+        if self.coarse:
             return self.rotated_gradient(U)
         bias = U[0, 0] * self.sizes.samples**0.5 if self.bias else None
         factors = [U[0], self._rotated_rows()[0]]
@@ -133,35 +128,3 @@ class LinearTransfer(Affine):
 
     def _weight(self, columns: Tensor) -> Tensor:
         return columns[0] if self.transposed else super()._weight(columns)
-
-
-@dataclass(frozen=True)
-class LinearCall(LayerCall):
-    """A call of a linear layer; `transposed` as in `LinearTransfer`."""
-
-    transposed: bool = False
-    takes_bfloat16 = True
-    capturable = True
-
-    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> LinearTransfer:
-        """The transfer of this call."""
-        (input,), (weight, bias) = inputs, shapes
-        return LinearTransfer(input, like.shape, weight, bias is not None, self.transposed)
-
-    def numbers(self) -> list[int]:
-        """Whether the weight is transposed."""
-        return [int(self.transposed)]
-
-    @classmethod
-    def of(cls, numbers: Sequence[int]) -> "LinearCall":
-        """The call with these numbers."""
-        return cls(bool(numbers[0]))
-
-    def layout(self, shapes: Shapes) -> LinearTransfer:
-        """The transfer without samples."""
-        weight, bias = shapes
-        inputs, outputs = 1, bias[0] if bias else 0
-        if weight is not None:
-            inputs, outputs = weight if self.transposed else weight[::-1]
-        meta = torch.empty(0, device="meta")
-        return self.transfer((meta.view(0, inputs),), meta.view(0, outputs), shapes)

@@ -1,61 +1,74 @@
 """Scale and shift after a normalisation: every channel is a group with two features and one output.
 
 The normalised input x̂ does not depend on γ and β, so the layer is linear in them. It is computed again in
-backward, from the input that BackProp saves as well.
+backward, from the input that BackProp saves as well. The bias of any layer
+whose weight is not trained is such a shift.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from proxprop.solvers import FEATURE, MATRIX_FREE, Sizes
+from proxprop.solvers.matmul import wide
 from proxprop.transfer.affine import Affine
-from proxprop.transfer.transfer import LayerCall, Parameters, Shapes
+from proxprop.transfer.transfer import Parameters, Shapes, nothing
 
 
 class NormTransfer(Affine):
     """`Y = γ·X̂ + β`, channel by channel.
 
     Args:
-        normalized: x̂, in the layer's layout and the precision to solve in.
-        axis: the axis that holds channels, counted from the last where it is negative; None where γ has the shape
-            of the last axes.
-        weight_shape: γ's shape, or None where it is not trained.
-        bias_shape: β's shape, or None where it is not trained or not there.
+        inputs: what x̂ is computed from; none where there are no samples or γ is not trained.
+        like: a tensor of the output's shape.
+        shapes: of γ and β.
+        normalize: from inputs to x̂, as one of `torch.nn.functional` with its options.
+        axis: the axis that holds channels, counted from the last where it is negative; None where γ has the shape of
+            the last axes.
     """
 
     spaces = (FEATURE, MATRIX_FREE)
 
     def __init__(
         self,
-        normalized: Tensor,
-        axis: int | None,
-        weight_shape: torch.Size | None,
-        bias_shape: torch.Size | None,
+        inputs: Sequence[Tensor],
+        like: Tensor,
+        shapes: Shapes,
+        normalize: Callable[..., Tensor] | None = None,
+        axis: int | None = None,
     ) -> None:
-        super().__init__(weight_shape, bias_shape is not None)
-        self.normalized = normalized
-        shape = weight_shape or bias_shape
-        assert shape is not None
-        trailing = (-len(shape) if axis is None else axis) % normalized.dim()
-        self.channels = shape
-        self.broadcast = [1] * trailing + list(shape) + [1] * (normalized.dim() - trailing - len(shape))
-        self.sums = [i for i in range(normalized.dim()) if not trailing <= i < trailing + len(shape)]
-        samples = normalized.numel() // shape.numel()
-        self.sizes = Sizes(shape.numel(), samples, int(weight_shape is not None) + self.ones, 1)
+        super().__init__(like, shapes)
+        self.normalized = normalize(*inputs) if normalize is not None else like
+        self.scale = shapes[0] is not None
+        first = (-len(self.weight_shape) if axis is None else axis) % like.dim()
+        channels = range(first, first + len(self.weight_shape))
+        self.broadcast = [size if i in channels else 1 for i, size in enumerate(like.shape)]
+        self.sums = [i for i in range(like.dim()) if i not in channels]
+        samples = prod([like.shape[i] for i in self.sums])
+        self.sizes = Sizes(self.weight_shape.numel(), samples, int(self.scale) + self.ones, 1)
+
+    @classmethod
+    def without_samples(cls, shapes: Shapes, *options: Any) -> "NormTransfer":
+        """A transfer that has no samples."""
+        return cls([], nothing(*(shapes[0] or shapes[1] or [0])), shapes)
+
+    @classmethod
+    def channel_axis(cls, normalize: Callable[..., Tensor], axis: int | None = None) -> int | None:
+        """As given to the class."""
+        return axis
 
     def gram(self) -> Tensor:
         """`[[Σx̂², Σx̂], [Σx̂, N]]` for every channel, by sums in place."""
-        squares = self._sum(self.normalized.square()).reshape(-1, 1, 1) if self.weight_shape else None
-        if not self.bias:
-            assert squares is not None
-            return squares
-        if squares is None:
-            return self.normalized.new_full((self.sizes.groups, 1, 1), float(self.sizes.samples))
-        return self._border(squares, self._sum(self.normalized).reshape(-1, 1))
+        if not self.scale:
+            return self.normalized.new_full(
+                (self.sizes.groups, 1, 1), self.sizes.samples, dtype=wide(self.normalized)
+            )
+        S = self._sum(self.normalized.square()).reshape(-1, 1, 1)
+        return self._border(S, self._sum(self.normalized).reshape(-1, 1)) if self.bias else S
 
     def sampled_gram(self, index: Tensor) -> Tensor:
         """S itself: sums over all samples cost no more than choosing among them."""
@@ -72,40 +85,21 @@ class NormTransfer(Affine):
 
     def gradient(self, G: Tensor) -> Parameters:
         """`Σ G·x̂` and `ΣG`."""
-        weight = self._sum(G * self.normalized) if self.weight_shape else None
+        weight = self._sum(G * self.normalized) if self.scale else None
         return weight, self._sum(G) if self.bias else None
 
+    def to_features(self, parameters: Parameters) -> Tensor:
+        """Scale and shift of each channel as its features."""
+        return torch.stack([p.reshape(-1, 1) for p in parameters if p is not None], dim=1)
+
     def from_features(self, V: Tensor) -> Parameters:
-        """Scale and shift in their own shape."""
-        return tuple(p.view(self.channels) if p is not None else None for p in super().from_features(V))
+        """The inverse of `to_features`."""
+        weight = V[:, 0].reshape(self.weight_shape) if self.scale else None
+        return weight, V[:, -1].reshape(self.weight_shape) if self.bias else None
 
     def _sum(self, values: Tensor) -> Tensor:
         """Sum over everything but channels."""
-        return values.sum(self.sums).view(self.channels) if self.sums else values.view(self.channels)
-
-
-@dataclass(frozen=True)
-class NormCall(LayerCall):
-    """A call of a normalisation layer.
-
-    Attributes:
-        normalize: from the saved tensors to x̂, as one of `torch.nn.functional` with its options.
-        axis: as in `NormTransfer`.
-    """
-
-    normalize: Callable[..., Tensor]
-    axis: int | None = None
-
-    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> NormTransfer:
-        """The transfer of this call."""
-        return NormTransfer(self.normalize(*inputs), self.axis, *shapes)
-
-    def layout(self, shapes: Shapes) -> NormTransfer:
-        """The transfer without samples."""
-        weight, bias = shapes
-        channels = weight or bias
-        assert channels is not None
-        return NormTransfer(torch.empty(0, *channels, device="meta"), None, weight, bias)
+        return values.sum(self.sums, dtype=wide(values)) if self.sums else values.to(wide(values))
 
 
 def batch_norm(

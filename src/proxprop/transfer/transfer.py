@@ -1,8 +1,9 @@
-"""What every transfer offers: the linear map `φ(·, a)` from a layer's parameters to its output. And how it is made."""
+"""What every transfer offers: the linear map `φ(·, a)` from a layer's parameters to its output."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,17 +22,64 @@ Shapes = Sequence[torch.Size | None]
 """The shape of each of the layer's parameters; None for one that is not trained."""
 
 
+@dataclass(frozen=True)
+class GramMethod:
+    """A way of forming S.
+
+    Attributes:
+        name: what `summary` calls it.
+        reason: why it was chosen.
+        gram: forms S from the input, where that is not the product of rows; see `conv_gram`.
+        flops: its FLOPs; None for those of the product of rows.
+        price: what one of them costs beside one of a product with K or S.
+    """
+
+    name: str
+    reason: str
+    gram: Callable[..., Tensor] | None = None
+    flops: float | None = None
+    price: float = 1.0
+
+
+ROWS = GramMethod("product of rows", "the layer has no other way")
+
+
 class Transfer(ABC):
     """One call of a layer, seen as `Y = A V` with everything but the parameters V held fixed.
 
     A transfer speaks two layouts and translates between them: the layer's own (its parameters, its output)
-    and the system's (`V [groups, features, outputs]`, `Y [groups, samples, outputs]`).
+    and the system's (`V [groups, features, outputs]`, `Y [groups, samples, outputs]`). It implements the methods of
+    the spaces that it names.
+
+    Args:
+        inputs: the tensors that the layer was called with, floating ones in the precision to solve in.
+        like: a tensor of the output's shape in that precision.
+        shapes: the parameters' shapes.
+        *options: what else this kind of layer needs.
     """
 
     spaces: ClassVar[tuple[str, ...]] = SPACES
     sizes: Sizes
+    takes_bfloat16: ClassVar[bool] = False
+    """Whether bfloat16 tensors are taken as they are."""
+    capturable: ClassVar[bool] = False
+    """Whether equal calls launch the same kernels on a GPU and read no tensors but those they are given."""
     coarse: bool = False
     """Whether inputs and gradients come in bfloat16: a solve need not be more precise."""
+
+    @abstractmethod
+    def __init__(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes, *options: Any) -> None:
+        pass
+
+    @classmethod
+    def without_samples(cls, shapes: Shapes, *options: Any) -> "Transfer":
+        """A transfer that knows the system's sizes and how parameters lie in it, and has no samples.
+
+        Args:
+            shapes: the parameters' shapes, or those of a share of the outputs.
+            *options: as for the class.
+        """
+        raise NotImplementedError(f"{cls.__name__} has no layout without samples")
 
     @abstractmethod
     def output(self, parameters: Parameters) -> Tensor:
@@ -51,15 +99,15 @@ class Transfer(ABC):
 
     def to_samples(self, G: Tensor) -> Tensor:
         """An array in the output's layout as `[groups, samples, outputs]`."""
-        raise NotImplementedError(f"{type(self).__name__} has no sample space")
+        raise self._lacks("sample space")
 
     def from_samples(self, U: Tensor) -> Tensor:
         """The inverse of `to_samples`."""
-        raise NotImplementedError(f"{type(self).__name__} has no sample space")
+        raise self._lacks("sample space")
 
     def sample_gram(self) -> Tensor:
         """`K = AAᵀ [groups, samples, samples]`, freshly made."""
-        raise NotImplementedError(f"{type(self).__name__} has no sample space")
+        raise self._lacks("sample space")
 
     def rotated_sample_gram(self) -> Tensor:
         """K of rotated samples, see `rotation`."""
@@ -69,78 +117,43 @@ class Transfer(ABC):
         """`AᵀU` in the layer's layout for a U of rotated samples `[groups, samples, outputs]`."""
         return self.gradient(self.from_samples(rotate(U)))
 
-    def rotated_products(self, U: Tensor) -> "Products":
+    def rotated_products(self, U: Tensor) -> Products:
         """`rotated_gradient`, of which large products may be left to be multiplied."""
         return self.rotated_gradient(U)
 
     def gram(self) -> Tensor:
         """`S = AᵀA [groups, features, features]`, freshly made."""
-        raise NotImplementedError(f"{type(self).__name__} has no feature space")
+        raise self._lacks("feature space")
 
     def normal_equations(self, G: Tensor) -> tuple[Tensor, Parameters]:
         """`S` and `AᵀG`, together where that is less work."""
         gradient = self.gradient(G)
         return self.gram(), gradient
 
-    def gram_method(self) -> str:
+    def gram_method(self) -> GramMethod:
         """How `gram` forms S."""
-        return "product of rows"
-
-    def gram_flops(self) -> float | None:
-        """FLOPs of `gram`, where it is not the plain product of rows."""
-        return None
-
-    def diagonal(self) -> Tensor:
-        """S's diagonal `[groups, features]`, where S is diagonal."""
-        raise NotImplementedError(f"{type(self).__name__} has no diagonal S")
-
-    def gram_price(self) -> float:
-        """What a FLOP of `gram_flops` costs beside one of a product with K or S."""
-        return 1.0
+        return ROWS
 
     def own_price(self) -> float:
         """What a FLOP of φ and φ* costs beside one of a product with K or S."""
         return 1.0
 
+    def diagonal(self) -> Tensor:
+        """S's diagonal `[groups, features]`, where S is diagonal."""
+        raise self._lacks("diagonal S")
+
     def divide(self, G: Tensor, damping: float, factor: float) -> Parameters:
         """`factor·(λI + S)⁻¹AᵀG` where S is diagonal."""
-        raise NotImplementedError(f"{type(self).__name__} has no diagonal S")
+        raise self._lacks("diagonal S")
 
     def normal(self, V: Tensor) -> Tensor:
         """`AᵀAV` through φ and φ*, without forming A."""
         return self.to_features(self.gradient(self.output(self.from_features(V))))
 
+    def _lacks(self, what: str) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} has no {what}")
 
-class LayerCall(ABC):
-    """How a layer was called, without the tensors: what its transfer is made from in backward.
 
-    A layer makes one for each call. It holds no tensor, so that it keeps no memory alive.
-    """
-
-    takes_bfloat16: ClassVar[bool] = False
-    """Whether the transfer takes bfloat16 tensors as they are."""
-
-    capturable: ClassVar[bool] = False
-    """Whether equal calls launch the same kernels on a GPU and read no tensors but those given to `transfer`."""
-
-    @abstractmethod
-    def transfer(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes) -> Transfer:
-        """The transfer of this call.
-
-        Args:
-            inputs: the tensors that were saved, floating ones in the precision to solve in.
-            like: a tensor of the output's shape in that precision.
-            shapes: the parameters' shapes.
-        """
-
-    def numbers(self) -> list[int]:
-        """All that the call holds, as whole numbers."""
-        raise NotImplementedError(f"{type(self).__name__} is more than numbers")
-
-    def layout(self, shapes: Shapes) -> Transfer:
-        """The transfer without samples: it knows the system's sizes and how parameters lie in it.
-
-        Args:
-            shapes: the parameters' shapes, or those of a share of the outputs.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no layout without samples")
+def nothing(*shape: int, **options: Any) -> Tensor:
+    """A tensor `[0, *shape]` without memory, to make a transfer without samples from."""
+    return torch.empty(0, *shape, device="meta", **options)
