@@ -38,6 +38,16 @@ step of a small network waits for the host, not for the GPU. Captured steps of i
 [performance.md](performance.md).
 """
 
+WAYS = """## What a step costs
+
+`{command}` on {device}, torch {torch}, commit {commit:.7}; record in `results/bench/running-h200.json`. Ratios of whole
+steps (forward, backward, optimizer), on average over all steps between two inversions, to the same optimizer without
+proxprop in the same way of running: the median of {rounds} rounds and its quartiles. In the graph columns every step of
+a period is a CUDA graph. The longest step of a period is beside the median one. Memory is the peak, also of the first
+steps, which invert all averages at once, beside the plain optimizer's; the state is averages and inverses, in units of
+S.
+"""
+
 UNDER_MUON = """## Under Muon
 
 The table shows the full-batch training loss of the paper's MLP on CIFAR-10 after ten epochs at batch 500. Muon takes
@@ -62,7 +72,11 @@ own layers:
 
 def main() -> None:
     print(INTRODUCTION)
-    print(overhead(json.loads((RESULTS / "bench" / "deferred-h200.json").read_text())))
+    ways = RESULTS / "bench" / "running-h200.json"
+    if ways.exists():
+        print(in_three_ways(json.loads(ways.read_text())))
+    else:
+        print(overhead(json.loads((RESULTS / "bench" / "deferred-h200.json").read_text())))
     print(muon())
     print(gpt(), end="")
 
@@ -85,6 +99,57 @@ def overhead(record: dict) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def in_three_ways(record: dict) -> str:
+    """Whole steps of deferred mode, eager, in CUDA graphs and compiled."""
+    found = {(f"{r['network']}, {r['precision']}", r["method"], r["way"]): r for r in record["rows"]}
+    names = list(dict.fromkeys((network, method) for network, method, _ in found))
+    ways = [way for way in ("eager", "compile", "graph") if any(key[2] == way for key in found)]
+    rows = [
+        [network, method, *(cell for way in ways for cell in _way(found.get((network, method, way))))]
+        for network, method in names
+    ]
+    head = ["network", "method", *(title for way in ways for title in (way, f"{way}: median, longest ms"))]
+    memory = [
+        [network, method, f"{row['memory']:.2f}", f"{row['state']:.2f}" if row["state"] else ""]
+        for (network, method, way), row in found.items()
+        if way == "eager" and row["memory"]
+    ]
+    inverses = [
+        [
+            str(r["size"]),
+            f"{r['ms']:.2f}",
+            f"{r['error']:.1e}",
+            f"{r['library_ms']:.2f}",
+            f"{r['library_error']:.1e}",
+        ]
+        for r in record["inverses"]
+    ]
+    titles = ["features", "ms", "error", "cuSOLVER: ms", "cuSOLVER: error"]
+    return "\n".join(
+        [
+            WAYS.format(command=record["command"], rounds=record["rounds"], **record["environment"]),
+            table(head, rows),
+            "",
+            table(["network", "method", "memory", "state"], memory),
+            "",
+            "One inverse of `0.3·I + C` in float32, for a spectrum that decays by four orders of magnitude, and its "
+            "relative error:",
+            "",
+            table(titles, inverses),
+            "",
+        ]
+    )
+
+
+def _way(row: dict | None) -> tuple[str, str]:
+    if row is None:
+        return "", ""
+    return (
+        f"{row['ratio']:.2f} ({row['low']:.2f}–{row['high']:.2f})",
+        f"{row['step']:.2f}, {row['longest']:.2f}",
+    )
 
 
 def muon() -> str:
@@ -120,6 +185,8 @@ def gpt() -> str:
 
 def fed(row: dict) -> str:
     """What AdamW was fed in a run."""
+    if row.get("optimizer") == "muon":
+        return f"Muon on {fed(row | {'optimizer': 'adamw'})}"
     if row["damping"] is None:
         return PLAIN
     rows = "" if row["rows"] is None else f", {row['rows']:,} rows"

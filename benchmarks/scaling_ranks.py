@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import proxprop
 from proxprop import Exact, Running
+from proxprop.deferred.reduction import packed_size
 from proxprop.distributed import Sums
-from proxprop.packing import packed_size
 
 BYTES = [2**k for k in range(10, 27, 2)]
 WIDTHS = (256, 512)

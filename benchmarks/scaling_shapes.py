@@ -147,6 +147,6 @@ MEASURED = (
         precision="tf32",
     ),
 )
-"""The networks whose steps `benchmarks/deferred.py` times."""
+"""The networks whose steps `benchmarks/pieces.py` times."""
 
 MODELS = (RESNET50, GPT2_MEDIUM, LLAMA_7B)

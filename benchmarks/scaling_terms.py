@@ -12,7 +12,7 @@ MLP, RESNET, GPT = MEASURED
 
 
 def from_pieces(record: Record, half: Record) -> Terms:
-    """From the pieces of a solve, timed alone by size (`benchmarks/deferred.py`)."""
+    """From the pieces of a solve, timed alone by size (`benchmarks/pieces.py`)."""
     pieces = [piece for piece in record["pieces"] if piece["precision"] == "tf32"]
     squares = [2.0 * p["features"] ** 2 for p in pieces]
     rows = [square * p["samples"] for square, p in zip(squares, pieces, strict=True)]

@@ -1,7 +1,7 @@
-"""A small byte-level GPT: AdamW alone, and AdamW on directions from a running S.
+"""A small byte-level GPT: AdamW and Muon alone, and both on directions from a running S.
 
-    python examples/gpt.py --json gpt.json                                            # the whole study, for a GPU
-    python examples/gpt.py --steps 20 --layers 2 --width 96 --methods 2e-3 2e-3:0.3   # a look, on a CPU
+    python examples/gpt.py --compile --json gpt.json                                       # the whole study, for a GPU
+    python examples/gpt.py --steps 20 --layers 2 --width 96 --methods 2e-3 muon/2e-3:0.3   # a look, on a CPU
 
 The text is the source code of the Python that runs this, so that nothing has to be downloaded; its size and hash are
 recorded. Every method sees the same batches in the same order and starts from the same weights.
@@ -26,9 +26,9 @@ import proxprop
 
 BYTES = 8_000_000
 HELD_OUT = 400_000
-RATES = (5e-4, 1e-3, 2e-3, 4e-3)
-DAMPINGS = (0.1, 0.3, 1.0)
-ROWS = 4096
+RATES = {"adamw": (1e-3, 2e-3, 4e-3, 8e-3), "muon": (1e-3, 2e-3, 4e-3, 8e-3)}
+DAMPING = 0.3
+EVERY = 10
 
 
 class Attention(nn.Module):
@@ -86,25 +86,31 @@ class GPT(nn.Module):
 
 @dataclass(frozen=True)
 class Method:
-    """A learning rate; the damping of a running S, or None for AdamW alone; the rows S is estimated from, or all.
+    """An optimizer and its learning rate; the damping of a running S, or None for the optimizer alone.
 
-    S is summed in the first of `update_every` steps.
+    S is estimated from so many rows, or from all, and summed in the first of `update_every` steps.
     """
 
     lr: float
     damping: float | None = None
     rows: int | None = None
     update_every: int = 1
+    optimizer: str = "adamw"
 
     @classmethod
     def parse(cls, written: str) -> "Method":
-        """From `lr`, `lr:damping`, `lr:damping:rows` or `lr:damping:rows:update_every`; rows may be empty."""
+        """From `lr`, `lr:damping`, `lr:damping:rows` or `lr:damping:rows:update_every`; rows may be empty.
+
+        `muon/` before it takes Muon for the hidden matrices.
+        """
+        optimizer, _, written = written.rpartition("/")
         lr, damping, rows, update_every, *_ = (*written.split(":"), "", "", "")
         return cls(
             float(lr),
             float(damping) if damping else None,
             int(rows) if rows else None,
             int(update_every) if update_every else 1,
+            optimizer or "adamw",
         )
 
 
@@ -131,7 +137,7 @@ def train(method: Method, seed: int, options: argparse.Namespace) -> dict[str, o
     data, held_out, digest = text(device)
     torch.manual_seed(seed)
     model = GPT(options.layers, options.width, options.heads, options.positions).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=method.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizers = make_optimizers(model, method)
     if method.damping is not None:
         proxprop.convert(model, proxprop.Exact())
         running = proxprop.Running(
@@ -141,7 +147,7 @@ def train(method: Method, seed: int, options: argparse.Namespace) -> dict[str, o
             damping=method.damping,
             rows=method.rows,
         )
-        proxprop.attach(optimizer, model, running=running)
+        proxprop.attach(optimizers, model, running=running)
     if options.compile:
         torch.compiler.reset()  # what was compiled for another method would count as a recompilation
         model.compile()
@@ -151,13 +157,14 @@ def train(method: Method, seed: int, options: argparse.Namespace) -> dict[str, o
         if step == min(20, options.steps // 2):  # the clock starts when everything is warm
             began = _now(device)
             timed = options.steps - step
-        for group in optimizer.param_groups:
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = method.lr * schedule(step, options.steps)
         loss = loss_of(model, *batch(data, options.samples, options.positions, generator), device)
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         losses.append(loss.detach())
     seconds = (_now(device) - began) / timed
     return asdict(method) | {
@@ -167,6 +174,25 @@ def train(method: Method, seed: int, options: argparse.Namespace) -> dict[str, o
         "seconds_per_step": seconds,
         "text": digest,
     }
+
+
+def make_optimizers(model: nn.Module, method: Method) -> list[torch.optim.Optimizer]:
+    """AdamW, or Muon for the matrices of the blocks and AdamW for the rest; Muon's steps are scaled to AdamW's."""
+    muon = method.optimizer == "muon"
+    matrices = [
+        p for name, p in model.named_parameters() if muon and p.ndim == 2 and name.startswith("blocks")
+    ]
+    taken = set(matrices)
+    rest = [p for p in model.parameters() if p not in taken]
+    fused = rest[0].is_cuda or None
+    found: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(rest, lr=method.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
+    ]
+    if matrices:
+        found.append(
+            torch.optim.Muon(matrices, lr=method.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        )
+    return found
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor, device: torch.device) -> Tensor:
@@ -208,9 +234,18 @@ def main() -> None:
                         ("samples", 64), ("batches", 20)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    study = [Method(lr) for lr in RATES] + [Method(lr, rho, ROWS) for rho in DAMPINGS for lr in RATES]
+    study = [
+        Method(lr, damping, None, EVERY if damping else 1, optimizer)
+        for optimizer, rates in RATES.items()
+        for damping in (None, DAMPING)
+        for lr in rates
+    ]
     parser.add_argument(
-        "--methods", type=Method.parse, nargs="+", default=study, metavar="LR[:DAMPING[:ROWS[:OBSERVE]]]"
+        "--methods",
+        type=Method.parse,
+        nargs="+",
+        default=study,
+        metavar="[muon/]LR[:DAMPING[:ROWS[:UPDATE_EVERY]]]",
     )
     parser.add_argument(
         "--compile", action="store_true", help="torch.compile the model; S then takes all rows"

@@ -27,14 +27,24 @@ def test_the_gpt_trains_with_every_method(tmp_path):
         "cpu",
         *options,
         *("--seeds", "0"),
-        *("--methods", "1e-3", "2e-3", "2e-3:0.1", "2e-3:0.3:9", "2e-3:0.3::5"),
+        *(
+            "--methods",
+            "1e-3",
+            "2e-3",
+            "2e-3:0.1",
+            "2e-3:0.3:9",
+            "2e-3:0.3::5",
+            "muon/2e-3",
+            "muon/2e-3:0.3::5",
+        ),
         "--json",
         str(tmp_path / "gpt.json"),
     ]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
     rows = json.loads((tmp_path / "gpt.json").read_text())["rows"]
-    assert [row["damping"] for row in rows] == [None, None, 0.1, 0.3, 0.3]
-    assert [(row["rows"], row["update_every"]) for row in rows[2:]] == [(None, 1), (9, 1), (None, 5)]
+    assert [row["damping"] for row in rows] == [None, None, 0.1, 0.3, 0.3, None, 0.3]
+    assert [(row["rows"], row["update_every"]) for row in rows[2:5]] == [(None, 1), (9, 1), (None, 5)]
+    assert [row["optimizer"] for row in rows] == ["adamw"] * 5 + ["muon"] * 2
     assert len({row["text"] for row in rows}) == 1
     assert all(math.isfinite(row["validation_loss"]) for row in rows)
-    assert len({row["validation_loss"] for row in rows}) == len(rows) == 5
+    assert len({row["validation_loss"] for row in rows}) == len(rows) == 7

@@ -54,10 +54,8 @@ class Task:
         dtypes = {output.dtype, *(tensor.dtype for tensor in saved)}
         if self.call.kind.takes_bfloat16 and output.is_cuda and dtypes == {torch.bfloat16}:
             return self.call.transfer(saved, output, shapes), output
-        dtype = precision(output, *saved)
-        inputs = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in saved]
-        output = output.to(dtype)
-        return self.call.transfer(inputs, output, shapes), output
+        output = output.to(precision(output, *saved))
+        return self.call.transfer(_floats(saved, output.dtype), output, shapes), output
 
     def plan(self, inputs: Sequence[Tensor], output: Tensor, parameters: Sequence[Tensor | None]) -> Plan:
         """What backward will do for this call."""
@@ -187,6 +185,22 @@ def attach_direction(
     if 0 < output.numel() <= tuning.PREPARED_MOST_ROWS * output.shape[-1]:  # they are all held at once
         side.expect(token.grad_fn, prepare_early)
     return side.fork(output, token)
+
+
+def as_transfer(
+    call: LayerCall, inputs: Sequence[Tensor], output: torch.Size, shapes: Shapes, dtype: torch.dtype
+) -> Transfer:
+    """The transfer of a call whose output has this shape, for S in this precision; bfloat16 inputs stay so on a GPU."""
+    half = all(tensor.is_cuda and tensor.dtype == torch.bfloat16 for tensor in inputs)
+    if half and call.kind.takes_bfloat16 and dtype == torch.float32:
+        return call.transfer(inputs, inputs[0].new_empty(()).expand(output), shapes)
+    like = inputs[0].new_empty((), dtype=dtype).expand(output)
+    return call.transfer(_floats(inputs, dtype), like, shapes)
+
+
+def _floats(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Floating tensors in this precision, others as they are."""
+    return [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
 
 
 def precision(*tensors: Tensor) -> torch.dtype:

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from proxprop.conversion import check_module, last_layer, obstacle, owns_parameters, plain_class
-from proxprop.deferred.choice import gram_bytes, in_units
-from proxprop.deferred.cost import deferred_plan
+from proxprop.deferred.attaching import deferred_plan, gram_bytes, in_units
+from proxprop.deferred.average import Running
 from proxprop.deferred.handle import Attachment
-from proxprop.deferred.running import Running
 from proxprop.nn import ProximalLayer, by_default
 from proxprop.solvers import FEATURE, Plan
 from proxprop.transfer.autograd import cuda_devices
@@ -90,7 +89,7 @@ class Summary:
 
     @property
     def gram_bytes(self) -> int:
-        """Memory for S in deferred mode, all layers together; running averages hold S, its average and its inverse."""
+        """Memory for S in deferred mode, all layers together; running averages hold its average and its inverse."""
         return sum(row.gram_bytes or 0 for row in self.rows)
 
     def __str__(self) -> str:
@@ -123,7 +122,7 @@ class Summary:
             yield from self._other_mode(plain)
         if self.gram_bytes:
             size = self.gram_bytes
-            yield f"deferred mode (attach) holds S: {in_units(size)}; with running averages {in_units(3 * size)}"
+            yield f"deferred mode (attach) holds S: {in_units(size)}; with running averages {in_units(2 * size)}"
 
     def _other_mode(self, plain: float) -> Iterator[str]:
         """What the mode that the model is not in would cost, where that is not the same."""
@@ -186,7 +185,7 @@ def summary(model: nn.Module, example: Any) -> Summary:
         1 of 2 modules converted, 86.3% of 2,410 parameters
         extra FLOPs: 8.24e+04, 0.41x BackProp's for the converted layers
         in deferred mode (attach): 3.99e+05, 2.00x
-        deferred mode (attach) holds S: 16.5 KiB; with running averages 49.5 KiB
+        deferred mode (attach) holds S: 16.5 KiB; with running averages 33 KiB
     """
     check_module(model, "summary")
     plans = _plans(model, example)

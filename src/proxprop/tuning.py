@@ -65,6 +65,12 @@ CHOLESKY_BLOCK = 512
 CHOLESKY_UNIT = 32
 """Rows in a block are a multiple of this, for tensor cores (h200.json)."""
 
+INVERSE_BLOCK = 1024
+"""Most rows of an inverse that one factorisation gives; larger ones come by blocks in products (h200.json)."""
+
+TURNS_LEAST_FEATURES = 256
+"""Fewest features of an average that is inverted in a turn of its own; launches bound smaller ones (h200.json)."""
+
 # Solving on streams beside the backward pass (`side_streams.py`)
 
 STREAMS = 4

@@ -170,16 +170,6 @@ def test_hooks_see_gradients() -> None:
 
 
 @refused(
-    "Double backward (`create_graph=True`)", "`proxprop.revert(model)` for gradient penalties and Hessians"
-)
-def test_double_backward_is_refused() -> None:
-    model = small_model()
-    attached(model)
-    with pytest.raises(RuntimeError, match=r"can't be differentiated again.*revert"):
-        loss_of(model, images()).backward(create_graph=True)
-
-
-@refused(
     "`torch.func.functional_call`", "in deferred mode with other parameters: S is summed for the layer's own"
 )
 def test_functional_call_with_other_parameters_is_refused() -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import proxprop
 from cases import randn, relative_error
 from proxprop import CG, Attached, Exact, Running
-from proxprop.deferred.rows import RowSolve, rows_pay
+from proxprop.deferred.preconditioner import RowSolve, rows_pay
 from proxprop.settings import Settings
 from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Sizes, Solver
 from proxprop.transfer import LinearTransfer

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import proxprop
 from cases import randn, relative_error
-from proxprop import CG, Exact, Running
+from proxprop import CG, Exact, Running, tuning
 from proxprop.solvers import Solver
 from running_averages import SOLVERS, attached, batches, rows, stated, stepped
 from training import Tied, assert_same, handle_of, images, loss_of, plain_model, small_model
@@ -126,6 +126,142 @@ def test_tied_layers_average_their_sum() -> None:
         tolerance=1e-9,
     )
     assert {"first.S", "second.S", "first.steps"} <= handle.state_dict().keys()
+
+
+@pytest.fixture
+def large_from_five(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "TURNS_LEAST_FEATURES", 5)
+
+
+@pytest.mark.usefixtures("large_from_five")
+def test_large_layers_take_turns_and_each_has_the_stated_direction() -> None:
+    """Of the last update before its turn; before the first turn, of the first step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(3, 4), nn.Linear(4, 4))
+    model = proxprop.convert(model.double(), Exact(), include_last=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    running = Running(decay=0.7, update_every=2, invert_every=4)
+    handle = proxprop.attach(optimizer, model, running=running)
+    turns = [cluster.turn for cluster in handle.clusters]
+    assert sorted(turns) == [0, 0, 1, 3, 3]
+    assert turns[2:4] == [1, 0]  # the largest, not in a step that forms S, and the small one
+    inputs: dict[int, Tensor] = {}
+    for i, layer in enumerate(model):
+        layer.register_forward_pre_hook(lambda _, args, i=i: inputs.__setitem__(i, args[0].detach()))
+    S = [torch.zeros(layer.in_features + 1, layer.in_features + 1).double() for layer in model]
+    N, C = 0.0, [None] * 5
+    for step in range(9):
+        optimizer.zero_grad()
+        model(randn(9, 4, seed=step)).square().sum().backward()
+        B = [torch.cat([layer.weight.grad.T, layer.bias.grad[None]]) for layer in model]
+        optimizer.step()
+        if step % 2 == 0:
+            S = [0.49 * S[i] + rows(inputs[i]).T @ rows(inputs[i]) for i in range(5)]
+            N = 0.49 * N + 9
+        for i, layer in enumerate(model):
+            if step == 0 or step % 4 == turns[i]:
+                C[i] = S[i] / N
+            found = torch.cat([layer.weight.grad.T, layer.bias.grad[None]])
+            assert relative_error(found, stated(C[i], B[i], 0.3, Exact())) < 1e-9, (step, i)
+
+
+@pytest.mark.parametrize("layers", [[300] * 7, [3000, 1000, 1000, 1000, 300], [2000] + [500] * 40])
+def test_turns_have_about_as_much_to_invert(layers: list[int]) -> None:
+    model = nn.ModuleList(nn.Linear(n, 2, device="meta") for n in layers)
+    proxprop.convert(model, Exact(), include_last=True)
+    running = Running(update_every=10, invert_every=10)
+    handle = proxprop.attach(torch.optim.SGD(model.parameters(), lr=0.0), model, running=running)
+    load = [sum(c.cost for c in handle.clusters if c.turn == turn) for turn in range(10)]
+    costs = [cluster.cost for cluster in handle.clusters]
+    assert max(load) <= max(2 * sum(costs) / 10, max(costs))
+    assert load[0] <= min(load[1:])  # that step forms S
+
+
+@pytest.mark.parametrize("solver", [Exact(), CG(2)], ids=str)
+def test_inverses_are_kept_where_they_were(solver: Solver) -> None:
+    """A CUDA graph of a step goes on reading there."""
+    model, optimizer, handle = training(Running(decay=0.9, update_every=1, invert_every=2), solver)
+    steps(model, optimizer, range(1))
+    before = {name: t.data_ptr() for name, t in handle.state_dict().items() if name.endswith(("S", "kept"))}
+    first = handle.state_dict()["3.kept"].clone()
+    steps(model, optimizer, range(1, 4))
+    state = handle.state_dict()
+    assert not torch.equal(state["3.kept"], first)
+    if solver == Exact():
+        assert before == {name: state[name].data_ptr() for name in before}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows_drawn", [None, 100])
+def test_features_in_blocks_have_the_stated_direction(bias: bool, rows_drawn: int | None) -> None:
+    """S between blocks is zero, the bias is in the last, and one c serves all."""
+    torch.manual_seed(0)
+    layer = proxprop.nn.Linear(10, 3, bias=bias, solver=Exact(), dtype=torch.float64)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    running = Running(decay=0.8, update_every=1, invert_every=1, block=4, rows=rows_drawn)
+    handle = proxprop.attach(optimizer, layer, running=running)
+    width = 4  # 10 or 11 features are three blocks of four
+    S, N = 0.0, 0.0
+    for step in range(3):
+        x, G = randn(20, 10, seed=step), randn(20, 3, seed=9 + step)
+        optimizer.zero_grad()
+        layer(x).backward(G)
+        optimizer.step()
+        A = rows(x) if bias else x
+        S, N = 0.8 * S + A.T @ A, 0.8 * N + 20
+        block = torch.arange(A.shape[1]) // width
+        C = torch.where(block[:, None] == block, S / N, 0.0)
+        found = torch.cat([layer.weight.grad.T, *([layer.bias.grad[None]] if bias else [])])
+        assert relative_error(found, stated(C, A.T @ G, 0.3, Exact())) < 1e-9
+    assert handle.state_dict()["Linear.S"].shape == (3, 4, 4)
+    assert handle.bytes == 3 * 4 * 4 * 8
+
+
+def test_blocks_of_every_kind_of_layer() -> None:
+    """A layer whose features fit in one block does not notice; attention's packed projections stay whole."""
+
+    def train(block: int | None) -> tuple[dict[str, Tensor], dict[str, torch.Size]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3, groups=1, padding=1), nn.Flatten(), nn.LayerNorm(64),
+                              nn.Linear(64, 8), nn.Linear(8, 2)).double()  # fmt: skip
+        model = proxprop.convert(model, Exact(), module_types="all", include_last=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = proxprop.attach(
+            optimizer, model, running=Running(update_every=2, invert_every=2, block=block)
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            model(randn(9, 3, 4, 4, seed=step)).square().sum().backward()
+            optimizer.step()
+        shapes = {name: t.shape for name, t in handle.state_dict().items() if name.endswith(".S")}
+        return {name: p.grad.clone() for name, p in model.named_parameters()}, shapes
+
+    (whole, _), (wide, same), (blocks, shapes) = train(None), train(1000), train(16)
+    assert_same(wide, whole)
+    assert same["0.S"] == (1, 28, 28)
+    assert shapes == {"0.S": (2, 14, 14), "2.S": (64, 2, 2), "3.S": (5, 13, 13), "4.S": (1, 9, 9)}
+    assert all(value.isfinite().all() for value in blocks.values())
+    assert not torch.equal(blocks["3.weight"], whole["3.weight"])
+
+
+def test_tied_layers_are_refused_in_blocks() -> None:
+    model = proxprop.convert(Tied("own"), Exact())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with pytest.raises(ValueError, match=r"share a parameter, but their features are in blocks"):
+        proxprop.attach(optimizer, model, running=Running(block=3))
+
+
+def test_inverses_can_be_kept_in_bfloat16() -> None:
+    found = {}
+    for dtype in (None, torch.bfloat16):
+        model, optimizer, handle = training(Running(update_every=1, invert_every=2, inverse_dtype=dtype))
+        steps(model, optimizer, range(3))
+        found[dtype] = {name: p.grad.clone() for name, p in model.named_parameters()}
+        assert handle.state_dict()["3.kept"].dtype == (dtype or torch.float32)
+        assert handle.state_dict()["3.S"].dtype == torch.float32
+    for name, expected in found[None].items():
+        assert relative_error(found[torch.bfloat16][name], expected) < 0.05
+    assert not torch.equal(found[torch.bfloat16]["3.weight"], found[None]["3.weight"])
 
 
 def test_a_step_that_overflowed_does_not_stay_in_the_average() -> None:
@@ -330,8 +466,13 @@ def test_a_handle_without_running_averages_has_no_state() -> None:
         ({"invert_every": 0}, "invert_every should be a whole number of at least 1 but is 0"),
         ({"invert_every": 2.5}, "invert_every should be a whole number"),
         ({"rows": 0}, "rows should be a whole number of at least 1 but is 0"),
+        ({"block": 0}, "block should be a whole number of at least 1 but is 0"),
         ({"damping": 0.0}, "damping should be > 0 and finite, or None, but is 0.0"),
         ({"damping": float("inf")}, "damping should be"),
+        (
+            {"inverse_dtype": torch.float16},
+            "inverse_dtype should be torch.bfloat16 or None but is torch.float16",
+        ),
     ],
     ids=str,
 )

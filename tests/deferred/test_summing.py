@@ -411,7 +411,7 @@ def test_autocast_gives_what_immediate_mode_gives(dtype: torch.dtype) -> None:
             loss = loss_of(each, images(dtype=torch.float32)).float()
         loss.backward()
     optimizer.step()
-    assert_same(grads(model), grads(whole), tolerance=1e-4)
+    assert_same(grads(model), grads(whole), tolerance=0.02)  # torch's own gradient is rounded to 16 bits
 
 
 def test_every_known_layer_says_what_it_sums_or_nothing() -> None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import proxprop
 from proxprop import Attached
-from proxprop.packing import packed_size
+from proxprop.deferred.reduction import packed_size
 
 Wrapped = tuple[DistributedDataParallel, torch.optim.Optimizer, Attached]
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import proxprop
-from proxprop.deferred import operator
+from proxprop.deferred import preconditioner
 
 
 def mesh(hybrid: bool = False) -> DeviceMesh:
@@ -102,13 +102,13 @@ def own_rows_only() -> None:
     model, optimizer = sharded("exact")
     mean_square(model(share(whole("exact")))).backward()
     solved: list[int] = []
-    original = operator.SolveOnce.apply
+    original = preconditioner.Solve.apply
 
-    def recorded(self: operator.SolveOnce, B: Tensor) -> object:
+    def recorded(self: preconditioner.Solve, B: Tensor) -> object:
         solved.append(B.shape[-1])
         return original(self, B)
 
-    with mock.patch.object(operator.SolveOnce, "apply", recorded):
+    with mock.patch.object(preconditioner.Solve, "apply", recorded):
         optimizer.step()
     rows = [model[i].weight.to_local().shape[0] for i in (0, 2)]
     assert sorted(solved) == sorted(rows), (solved, rows)

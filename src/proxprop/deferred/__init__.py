@@ -5,7 +5,7 @@ step does not depend on how a batch was cut into micro-batches.
 """
 
 from proxprop.deferred.attaching import attach
+from proxprop.deferred.average import Running
 from proxprop.deferred.handle import Attached
-from proxprop.deferred.running import Running
 
 __all__ = ["Attached", "Running", "attach"]

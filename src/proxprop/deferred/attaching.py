@@ -1,25 +1,60 @@
-"""Attach a model's converted layers to its optimizer."""
+"""Attach a model's converted layers to its optimizer: what deferred mode does with each, and why."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from proxprop.backward import precision
 from proxprop.conversion import check_module, last_layer
-from proxprop.deferred.choice import (
-    FALLBACKS,
-    MAX_BYTES,
-    Choice,
-    Fallback,
-    check_shared,
-    choose,
-    in_optimizers,
-)
-from proxprop.deferred.handle import Attached
-from proxprop.deferred.running import Running
-from proxprop.distributed import refuse_flat_parameters
+from proxprop.deferred.average import Running
+from proxprop.deferred.equation import Equation, components, why_not_joint
+from proxprop.deferred.handle import Attached, Attachment
+from proxprop.deferred.preconditioner import products_with_rows, rows_pay, rows_space
+from proxprop.deferred.reduction import refuse_flat_parameters
 from proxprop.nn import ProximalLayer, by_default
+from proxprop.nn.layer import Part
+from proxprop.solvers import DIAGONAL, FEATURE, Plan
+from proxprop.transfer import LinearTransfer
+
+Fallback = Literal["explicit", "immediate"]
+FALLBACKS: tuple[Fallback, ...] = ("explicit", "immediate")
+
+MAX_BYTES = 2**30
+"""Most bytes of one layer's S unless told otherwise: some 16,000 features in float32."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is done with a layer.
+
+    Attributes:
+        layer: the layer.
+        mode: "deferred", or why not: "explicit" keeps BackProp's gradient, "immediate" solves inside backward.
+        bytes: memory for its S; 0 where it has none.
+        reason: why it is not deferred; empty where it is.
+    """
+
+    layer: ProximalLayer
+    mode: str
+    bytes: int
+    reason: str = ""
+
+    def __str__(self) -> str:
+        size = f"S takes {in_units(self.bytes)}" if self.mode == "deferred" else self.reason
+        return f"{self.mode}, {size}"
+
+
+def in_units(size: float) -> str:
+    """Bytes in a unit that suits them."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"
 
 
 def attach(
@@ -77,9 +112,10 @@ def attach(
     layers = {name: module for name, module in model.named_modules() if isinstance(module, ProximalLayer)}
     if not layers:
         raise ValueError("the model has no proximal layer to attach: call proxprop.convert(model) first")
+    width = running.block if running is not None else None
     held = {parameter for each in optimizers for group in each.param_groups for parameter in group["params"]}
     choices = {
-        public_name(name, layer): choose(name, layer, max_bytes, fallback)
+        public_name(name, layer): choose(layer, max_bytes, fallback, width)
         for name, layer in layers.items()
         if in_optimizers(layer, held)
     }
@@ -90,7 +126,7 @@ def attach(
             "make the optimizer from model.parameters(), after the model was moved, wrapped or sharded"
         )
         raise ValueError(f"the optimizer holds no parameter of the model's proximal layers: {remedy}")
-    check_shared(model, choices)
+    check_shared(model, choices, width)
     if added:
         warnings.warn(added, UserWarning, stacklevel=2)
     for name, choice in choices.items():
@@ -170,3 +206,107 @@ def _refuse_twice(choices: dict[str, Choice]) -> None:
             f"{taken[0]} is attached already: call .detach() on what attach returned first, or pass all "
             "optimizers at once, proxprop.attach([first, second], model)"
         )
+
+
+def choose(layer: ProximalLayer, max_bytes: int, fallback: Fallback, width: int | None) -> Choice:
+    """Decide for one layer.
+
+    Args:
+        layer: a converted layer.
+        max_bytes: most bytes of its S.
+        fallback: what to do where S is larger, or where there is none.
+        width: of the blocks that features are in; None for one block.
+    """
+    size = gram_bytes(layer, width)
+    if size is None:
+        return Choice(layer, fallback, 0, f"{layer.plain.__name__} has no Gram matrix that could be summed")
+    solver = layer._settings.solver
+    if FEATURE not in solver.spaces and DIAGONAL not in layer.spaces:
+        return Choice(layer, fallback, 0, f"{solver!r} does not work in feature space")
+    if size > max_bytes:
+        reason = f"its S would take {in_units(size)}, over the limit of {in_units(max_bytes)}"
+        return Choice(layer, fallback, size, reason)
+    return Choice(layer, "deferred", size)
+
+
+def gram_bytes(layer: ProximalLayer, width: int | None = None) -> int | None:
+    """Memory for the S of a layer's usual systems; None where it has none."""
+    usual = [part for part in layer._parts().values() if part.usual]
+    return sum(_part_bytes(layer, part, width) for part in usual) if usual else None
+
+
+def _part_bytes(layer: ProximalLayer, part: Part, width: int | None) -> int:
+    equation = Equation.of("", layer, part, width)
+    if not equation.trained:
+        return 0
+    layout = equation.layout
+    groups, _, features, _ = layout.sizes
+    numbers = groups * features * (1 if DIAGONAL in layout.spaces else features)
+    return numbers * precision(equation.parameters[0]).itemsize
+
+
+def check_shared(model: nn.Module, choices: dict[str, Choice], width: int | None) -> None:
+    """Raise ValueError where layers share a parameter in a way that no common system has."""
+    deferred = {name: c.layer for name, c in choices.items() if c.mode == "deferred"}
+    equations = [
+        Equation.of(name, layer, part, width)
+        for name, layer in deferred.items()
+        for part in layer._parts().values()
+    ]
+    for cluster in components(equations, trained=True):
+        for other in cluster[1:]:
+            if reason := why_not_joint(cluster[0], other):
+                raise ValueError(
+                    f"{cluster[0].name} and {other.name} share a parameter, but {reason}, so that they have no common "
+                    "step; leave one of them out of convert with exclude=[...]"
+                )
+    _check_explicit(model, deferred)
+
+
+def _check_explicit(model: nn.Module, deferred: dict[str, ProximalLayer]) -> None:
+    inside = {module for layer in deferred.values() for module in layer.modules()}
+    owners: dict[Tensor, str] = {p: name for name, layer in deferred.items() for p in layer.parameters()}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False) if module not in inside else ():
+            if parameter in owners:
+                raise ValueError(
+                    f"{owners[parameter]} shares a parameter with {name}, which is not deferred; their gradients "
+                    f"come as one sum, of which only a part has an S. Leave {owners[parameter]} out of convert with "
+                    "exclude=[...], or convert both"
+                )
+
+
+def in_optimizers(layer: ProximalLayer, parameters: Collection[Tensor]) -> bool:
+    """Whether an optimizer holds any of a layer's parameters."""
+    return any(parameter in parameters for parameter in layer.parameters())
+
+
+def deferred_plan(plan: Plan, layer: ProximalLayer) -> Plan | None:
+    """How a call of a converted layer is solved in deferred mode; None where the layer has no S.
+
+    A step of one call is counted. With running averages it is one that updates and inverts them.
+
+    Args:
+        plan: how it is solved in immediate mode.
+        layer: the layer, attached or not.
+    """
+    if plan.space == DIAGONAL:
+        return plan
+    if FEATURE not in plan.costs or not layer._parts():
+        return None
+    settings = layer._settings
+    if _may_keep_rows(layer) and rows_pay(plan.sizes, settings):
+        space = rows_space(settings.solver)
+        cost = plan.costs[space]
+        cost = replace(cost, flops=cost.flops + products_with_rows(plan.sizes, space))
+        return replace(plan, space=space, costs={**plan.costs, space: cost}, pinned=settings.space == space)
+    return replace(plan, space=FEATURE, pinned=settings.space == FEATURE)
+
+
+def _may_keep_rows(layer: ProximalLayer) -> bool:
+    """Whether rows may stand for S: those of a linear layer that shares no weight and has no running average."""
+    attached = layer._attached
+    if isinstance(attached, Attachment) and not any(system.alone for system in attached.systems.values()):
+        return False
+    layouts = (Equation.of("", layer, part).layout for part in layer._parts().values())
+    return any(isinstance(layout, LinearTransfer) for layout in layouts)

@@ -1,37 +1,41 @@
 """What `attach` returns: the layers of a model whose steps are solved when their optimizer steps."""
 
+import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
-from proxprop.backward import Task
-from proxprop.deferred.choice import Choice
-from proxprop.deferred.equation import Equation, components
-from proxprop.deferred.joining import Joins
-from proxprop.deferred.joint import Term, join
-from proxprop.deferred.operator import SolveOnce, absolute_form
+from proxprop.deferred.accumulator import Sampling, SeenInput, System
+from proxprop.deferred.average import Averages, Cluster, Running, load_state_dict, state_dict, take_turns
+from proxprop.deferred.equation import Equation, Term, components, join
+from proxprop.deferred.gradients import Watch
+from proxprop.deferred.preconditioner import RowSolve, Solve, absolute_form
 from proxprop.deferred.reduction import Reduction
-from proxprop.deferred.rows import RowSolve
-from proxprop.deferred.running import Averages, Cluster, Running
-from proxprop.deferred.state import load_state_dict, state_dict
-from proxprop.deferred.step import direct
-from proxprop.deferred.summing import Sampling, Summation, attach_sum
-from proxprop.deferred.system import System
-from proxprop.deferred.together import Directions
-from proxprop.deferred.watch import Watch
-from proxprop.distributed import mesh_of
+from proxprop.deferred.writer import Directions, direct
+from proxprop.distributed import mesh_of, several_ranks
 from proxprop.nn import ProximalLayer
-from proxprop.torch_internals import backward_pass
+from proxprop.torch_internals import backward_pass, in_transform, writes
+
+if TYPE_CHECKING:
+    from proxprop.deferred.attaching import Choice
 
 
 class Attachment:
     """One layer's tie to deferred mode. A copy or a pickle of the layer is not attached."""
 
     def __init__(
-        self, handle: "Attached", layer: ProximalLayer, systems: dict[str, System], watches: list[Watch]
+        self,
+        handle: "Attached",
+        layer: ProximalLayer,
+        systems: dict[str, System],
+        watches: list[Watch],
+        awake: bool,
     ) -> None:
         self.handle, self.layer, self.systems, self._watches = handle, layer, systems, watches
         self._parameters = [
@@ -41,20 +45,31 @@ class Attachment:
             if mesh_of(parameter) is None
         ]
         self._spread = any(mesh_of(parameter) is not None for parameter in layer.parameters())
+        self._awake = awake or self._spread
 
-    def attach(
-        self,
-        output: Tensor,
-        task: Task,
-        inputs: Sequence[Tensor],
-        parameters: Sequence[Tensor | None],
-        part: str,
-    ) -> Tensor:
-        """Return the output such that backward adds the gradient, and S to one of the layer's systems."""
+    def rest(self) -> None:
+        """Let the layer be torch's own until it is to be observed again, where gradients can be followed without it."""
+        resting = bool(self._watches) and all(watch.cluster.resting for watch in self._watches)
+        self.layer._rest(resting and not self._awake)
+        for watch in self._watches:
+            watch.rest(watch.cluster.resting and not self._spread and not several_ranks())
+
+    def check(self) -> None:
+        """Before a forward pass: see whether other parameters are trained, or there, than in the step before."""
+        self._refuse_other_parameters()
+        for watch in self._watches:
+            if watch.cluster.observed:
+                self.rest()
+                return
+
+    def tap(self, output: Tensor, inputs: Sequence[Tensor], part: str, of: Tensor | None = None) -> Tensor:
+        """The output of torch's own forward such that backward adds S of the inputs to one of the layer's systems."""
         self._begin_call()
         system = self.systems[part]
-        summation = Summation(task, system, self.handle.sampling(system))
-        return attach_sum(output, summation, inputs, parameters)
+        if not system.trained:
+            return output
+        seen = partial(self.handle.seen, inputs[0] if of is None else of)
+        return system.tap(output, inputs, self.handle.sampling(system), seen)
 
     def explicit(self) -> bool:
         """Whether the layer keeps BackProp's gradient."""
@@ -96,6 +111,85 @@ class Attachment:
         return type(None), ()
 
 
+class BeforeForward:
+    """A hook of the model, by which layers that rest are looked after. A copy of it does nothing.
+
+    In a compiled model, and where parts of the model are called alone, it does not run, and what it would have
+    noticed is noticed a step later.
+    """
+
+    def __init__(self, handle: "Attached | None" = None) -> None:
+        self.handle = handle
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        """Have the handle look."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_transform():
+            return
+        if self.handle is not None:
+            self.handle.before_forward()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BeforeForward, ()
+
+
+class Joins(Joinable):
+    """What torch's join context asks of a participant beside the model itself.
+
+    A rank that has run out of inputs brings zeros to the sums of those that have not, and keeps its running averages
+    in step with theirs. As DDP divides gradients by all ranks (or by those that still have inputs, with
+    `divide_by_initial_world_size=False`), D is that of one process whose loss is the sum of the remaining ranks'
+    losses over that number.
+    """
+
+    reduction: Reduction
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    @abstractmethod
+    def solve(self) -> None:
+        """Take a step's sums in."""
+
+    def shadow(self) -> None:
+        """Take part, with nothing to add, in a step of ranks that still have inputs."""
+        if self.reduction.ranks.wrapper.require_forward_param_sync:  # set by DDP's own shadow
+            self.reduction.shadow()
+            self.solve()
+
+    def refuse_uneven_inputs(self) -> None:
+        """Raise inside a join context that does not know of this attachment: ranks would wait for each other."""
+        wrapper = self.reduction.ranks.wrapper
+        if wrapper is not None and wrapper._join_config.enable and not self._join_config.enable:
+            raise RuntimeError(
+                "the model is in a join context for uneven inputs that does not know of proxprop. Instead of "
+                "`with model.join():` write `with Join([model, attached]):`, with "
+                "`attached = proxprop.attach(optimizer, model)` and Join from torch.distributed.algorithms.join"
+            )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What a rank without inputs does in every iteration of the others."""
+        return _Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The wrapper's."""
+        device: torch.device = self.reduction.ranks.wrapper.join_device
+        return device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The wrapper's."""
+        return self.reduction.ranks.wrapper.join_process_group
+
+
+class _Shadow(JoinHook):
+    def __init__(self, joins: Joins) -> None:
+        self.joins = joins
+
+    def main_hook(self) -> None:
+        self.joins.shadow()
+
+
 class Attached(Joins):
     """Converted layers whose steps are solved when their optimizer steps. Made by `proxprop.attach`.
 
@@ -120,12 +214,13 @@ class Attached(Joins):
         self,
         optimizers: Sequence[Optimizer],
         model: nn.Module,
-        choices: Mapping[str, Choice],
+        choices: Mapping[str, "Choice"],
         running: Running | None,
     ) -> None:
         super().__init__()
         self.optimizers, self.choices = list(optimizers), dict(choices)
         self._detached = False
+        self._seen: SeenInput | None = None
         self.averages = Averages(running) if running is not None else None
         self.systems: list[System] = []
         parts = {
@@ -135,23 +230,35 @@ class Attached(Joins):
         }
         update_every = running.update_every if running is not None else 1
         self.clusters = [Cluster(systems, update_every) for systems in components(self.systems)]
+        if running is not None and running.damping is not None:
+            take_turns(self.clusters, running)
         self._watches = {cluster: Watch(cluster) for cluster in self.clusters}
         for cluster in self.clusters:
             cluster.systems[0].alone = len(cluster.systems) == 1 and running is None
         self._cluster_of: dict[Equation, Cluster] = {s: c for c in self.clusters for s in c.systems}
+        self._ties: dict[Cluster, list[Attachment]] = {}
         for layer, systems in parts.items():
             clusters = dict.fromkeys(self._cluster_of[system] for system in systems.values())
-            layer._tie(Attachment(self, layer, systems, [self._watches[c] for c in clusters]))
+            watches = [self._watches[cluster] for cluster in clusters]
+            # torch looks up a module's forward before it calls the module's own hooks
+            tie = Attachment(self, layer, systems, watches, awake=layer is model)
+            layer._tie(tie)
+            for cluster in clusters:
+                self._ties.setdefault(cluster, []).append(tie)
         self._directions = Directions()
         self.reduction = Reduction(model, self.systems)
         self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
+        if self.averages is not None:
+            self._hooks.append(model.register_forward_pre_hook(BeforeForward(self)))
 
-    def _systems(self, name: str, choice: Choice) -> dict[str, System]:
+    def _systems(self, name: str, choice: "Choice") -> dict[str, System]:
         """The systems of a layer, none where it stays explicit."""
         if choice.mode == "explicit":
             return {}
+        running = self.averages.running if self.averages is not None else None
+        width = running.block if running is not None else None
         made = {
-            key: System(f"{name}.{key}" if key else name, choice.layer, part, self.averages is not None)
+            key: System(f"{name}.{key}" if key else name, choice.layer, part, running is not None, width)
             for key, part in choice.layer._parts().items()
         }
         self.systems += made.values()
@@ -180,7 +287,9 @@ class Attached(Joins):
                 continue
             if not cluster.resting:
                 systems += cluster.systems
-            elif watch.waiting:
+                continue
+            watch.look()
+            if watch.waiting:
                 watch.refuse_mixed()
                 resting.append(cluster)
         self._solve_rows(systems)
@@ -205,6 +314,8 @@ class Attached(Joins):
 
     def _solve(self, terms: Sequence[Term]) -> Iterable[Cluster]:
         """Take in S of clusters of which all terms are here; without running averages, solve for them."""
+        if not terms:
+            return ()
         steps: dict[Cluster, list[Term]] = {}
         for term in terms:
             steps.setdefault(self._cluster_of[term.equation], []).append(term)
@@ -216,7 +327,7 @@ class Attached(Joins):
         for found in steps.values():
             for equation, S, samples in join(found):
                 settings = equation.layer._settings
-                direct(equation, SolveOnce(absolute_form(S, samples, settings), settings.solver))
+                direct(equation, Solve(absolute_form(S, samples, settings), settings.solver, once=True))
         for cluster in steps:
             self._watches[cluster].note_solved()
         return steps
@@ -226,6 +337,8 @@ class Attached(Joins):
         for cluster in resting:
             for system in cluster.systems:
                 system.forget()  # a graph from an observed step, or a layer with another cluster that is observed
+        assert self.averages is not None
+        self.averages.refresh(resting)
         turned = [*taken, *(c for c in resting if not self._watches[c].holds_direction())]
         self._directions.turn([pair for cluster in turned for pair in cluster.operators])
         for cluster in (*taken, *resting):
@@ -233,6 +346,20 @@ class Attached(Joins):
             self._watches[cluster].note_solved()
         for cluster in taken:
             self._watches[cluster].follow(cluster.parameters)
+        self._rest([*taken, *(cluster for cluster in resting if cluster.due)])
+
+    def _rest(self, clusters: Iterable[Cluster]) -> None:
+        """Let layers rest, or wake up, as their next step is."""
+        for tie in {tie: None for cluster in clusters for tie in self._ties[cluster]}:
+            tie.rest()
+
+    def before_forward(self) -> None:
+        """Wake layers up that train other parameters than before; notice a wrapper that was put around the model."""
+        self.reduction.notice()
+        for cluster, ties in self._ties.items():
+            if not cluster.due:
+                for tie in ties:
+                    tie.check()
 
     def sampling(self, system: System) -> Sampling | None:
         """Which rows S of the next call is estimated from; None for all."""
@@ -240,6 +367,15 @@ class Attached(Joins):
         if rows is None or torch.compiler.is_compiling():
             return None
         return Sampling(rows, (self._cluster_of[system].steps, system.count_call()))
+
+    def seen(self, input: Tensor, question: tuple[object, ...]) -> SeenInput:
+        """An input that a layer sees; the one before where that was the same, and all that S depends on."""
+        now, before = SeenInput(weakref.ref(input), writes(input), question), self._seen
+        if before is None or not before.matches(now):
+            self._seen = now
+            return now
+        before.left += 1
+        return before
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Solve before the optimizer steps; where it is given a closure, only after each call of it.
@@ -302,6 +438,7 @@ class Attached(Joins):
         """
         if self.averages is not None:
             load_state_dict(self.averages, self.clusters, state)
+            self._rest(self.clusters)
         elif state:
             raise ValueError(
                 "this handle keeps no running averages: attach with running=proxprop.Running(...)"

@@ -35,7 +35,7 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attention as torch's forward defines it; torch's own where there is nothing to train."""
         masks = key_padding_mask, attn_mask
-        if not self._trains():
+        if not self._solves() and not self._observed():
             options = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             return super().forward(query, key, value, *options)
         if is_causal and attn_mask is None:
@@ -88,9 +88,11 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
     def _linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, part: str, owner: nn.Module | None = None
     ) -> Tensor:
-        """`x Wᵀ + b` with the direction attached."""
-        inputs = [under_autocast(x)]
-        return self._product(functional.linear, LayerCall(LinearTransfer), inputs, weight, bias, owner, part)
+        """`x Wᵀ + b` with the direction attached, or S where that is deferred."""
+        x = under_autocast(x)
+        if not self._solves():
+            return self._tap(functional.linear(x, weight, bias), (x,), part)
+        return self._product(functional.linear, LayerCall(LinearTransfer), [x], weight, bias, owner)
 
     def _parts(self) -> dict[str, Part]:
         """Query, key and value, alone or together as inputs are shared, and the output projection."""

@@ -19,8 +19,9 @@ class ConvLayer(ProximalLayer):
     def forward(self, input: Tensor) -> Tensor:
         """torch's own forward."""
         conv = cast(nn.Conv2d, self)
-        if not self._trains():
-            return cast(Tensor, super().forward(input))
+        if not self._solves():
+            input = self._as_seen(input)
+            return self._tap(cast(Tensor, super().forward(input)), (input,))
         inputs = [under_autocast(input)]
         return self._product(partial(convolve, conv), self._call(), inputs, conv.weight, conv.bias)
 
@@ -52,8 +53,9 @@ class ConvTransposeLayer(ProximalLayer):
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """torch's own forward."""
         conv = cast(nn.ConvTranspose2d, self)
-        if not self._trains():
-            return cast(Tensor, super().forward(input, output_size))
+        if not self._solves():
+            input = self._as_seen(input)
+            return self._tap(cast(Tensor, super().forward(input, output_size)), (input,))
         walk, extra = geometry(conv), output_padding(conv, input, output_size)
 
         def convolve_transposed(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

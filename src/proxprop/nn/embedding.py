@@ -21,8 +21,8 @@ class Embedding(ProximalLayer, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """torch's own forward."""
-        if not self._trains():
-            return super().forward(input)
+        if not self._solves():
+            return self._tap(super().forward(input), (input,))
         output = functional.embedding(
             input, self.weight.detach(), self.padding_idx, self.max_norm, self.norm_type
         )
@@ -51,7 +51,7 @@ class EmbeddingBag(ProximalLayer, nn.EmbeddingBag):
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         """torch's own forward."""
-        if not self._trains():
+        if not self._solves():
             return super().forward(input, offsets, per_sample_weights)
         parameters = (
             [self.weight] if self.sparse else parameter_views(self.weight)

@@ -32,7 +32,7 @@ class AnyLinearInParameters(ProximalLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The plain class's own forward; under torch.compile it runs uncompiled."""
-        if not self._trains():
+        if not self._solves():
             return cast(Tensor, super().forward(*args, **kwargs))
         plain = _plain_copy(self)
         parameters = parameter_views(*self.parameters())

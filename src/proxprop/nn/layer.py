@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from itertools import count
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
@@ -43,21 +44,21 @@ class Part(NamedTuple):
 class Attachment(Protocol):
     """A layer's tie to deferred mode."""
 
-    def attach(
-        self,
-        output: Tensor,
-        task: Task,
-        inputs: Sequence[Tensor],
-        parameters: Sequence[Tensor | None],
-        part: str,
-    ) -> Tensor:
-        """Return the output such that backward adds the gradient and S; as `attach_direction` in immediate mode."""
+    def tap(self, output: Tensor, inputs: Sequence[Tensor], part: str, of: Tensor | None = None) -> Tensor:
+        """The output of torch's own forward such that backward adds S of the inputs to one of the layer's systems.
+
+        Args:
+            output: of the layer.
+            inputs: as its products saw them.
+            part: which of the layer's systems this is.
+            of: what the first input was made of, where that is another tensor; other layers may see it too.
+        """
 
     def explicit(self) -> bool:
         """Whether the layer keeps BackProp's gradient."""
 
     def observed(self) -> bool:
-        """Whether S is summed in this step; else a call runs torch's own layer."""
+        """Whether S is summed in this step; else a call is torch's own and nothing else."""
 
 
 COMPUTED = {"weight", "in_proj_weight"}
@@ -179,17 +180,25 @@ class ProximalLayer(nn.Module):
 
     def _tie(self, attachment: Attachment | None) -> None:
         """Go over to deferred mode, or back to immediate mode where there is none."""
+        self._rest(False)
         self._attached = attachment
 
     @contextmanager
     def _watched(self, observer: Observer | None = None, planned: Planned | None = None) -> Iterator[None]:
         """Within, the observer is shown the solves of calls that are made, and `planned` is told their plans."""
-        before = self._observer, self._planned
+        before, kind = (self._observer, self._planned), type(self)
+        self._rest(False)
         self._observer, self._planned = observer, planned
         try:
             yield
         finally:
-            self._observer, self._planned = before
+            (self._observer, self._planned), self.__class__ = before, kind
+
+    def _rest(self, resting: bool) -> None:
+        """Run the plain class's own forward and nothing of ours, or wake up again."""
+        kind = type(self)
+        awake: Any = vars(kind).get("awake", kind)
+        self.__class__ = _resting(awake) if resting else awake
 
     def _note_failure(self, failed: Tensor | None) -> None:
         """Warn once if a solve of this layer failed."""
@@ -200,6 +209,20 @@ class ProximalLayer(nn.Module):
         for name in ProximalLayer.__annotations__:
             vars(self).pop(name, None)
         self.__class__ = self.plain  # type: ignore[assignment]
+
+    def _solves(self) -> bool:
+        """Whether this call is solved inside backward, or is to tell its plan."""
+        trains = self._trains()  # also where deferred mode solves: it refuses what can't be
+        return trains and (self._attached is None or self._planned is not None)
+
+    def _observed(self) -> bool:
+        """Whether deferred mode sums S of this call."""
+        return (
+            self._attached is not None
+            and self._planned is None
+            and self._trains()
+            and self._attached.observed()
+        )
 
     def _trains(self) -> bool:
         """Whether this call needs a direction, or S: gradients are on and there is something to train."""
@@ -214,9 +237,37 @@ class ProximalLayer(nn.Module):
         trains = torch.is_grad_enabled() and (_some_train(own) or _some_train(self.parameters()))
         if trains and several_ranks() and not torch.compiler.is_compiling():
             check_layer(self, self._layer_name, self._attached is not None)
-        if self._attached is None or self._planned is not None:  # a plan needs no S
-            return trains
-        return trains and self._attached.observed()
+        return trains
+
+    def _tap(
+        self, output: Tensor, inputs: Sequence[Tensor], part: str = "", of: Tensor | None = None
+    ) -> Tensor:
+        """The output of torch's own forward; where deferred mode observes the call, with S of its inputs behind it."""
+        if not self._observed():
+            return output
+        assert self._attached is not None
+        self._check(output, inputs)
+        return self._attached.tap(output, inputs, part, of)
+
+    def _as_seen(self, input: Any) -> Any:
+        """An input as a matrix product sees it, where deferred mode will look at it."""
+        return under_autocast(input) if self._attached is not None else input
+
+    def _check(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
+        """Raise unless the output is linear in what is trained, and all is real, dense and not transformed."""
+        refuse_transforms(self._layer_name)
+        if not torch.compiler.is_compiling() and self._is_reparametrized():
+            raise RuntimeError(
+                f"{self._layer_name}: its weight is computed by a hook or a parametrization that was added after "
+                "convert, so its output is not linear in what is trained. Call proxprop.revert(model) before "
+                "adding it; convert then leaves the layer explicit"
+            )
+        _check_dense(self._layer_name, inputs)
+        if output.is_complex() or any(tensor.is_complex() for tensor in inputs):
+            check_real(self, self._layer_name)
+            raise TypeError(
+                f"{self._layer_name}: input and output should be real but are complex; {LEAVE_OUT}"
+            )
 
     def _product(
         self,
@@ -226,7 +277,6 @@ class ProximalLayer(nn.Module):
         weight: Tensor,
         bias: Tensor | None,
         owner: nn.Module | None = None,
-        part: str = "",
     ) -> Tensor:
         """`function(*inputs, weight, bias)` with the direction of weight and bias attached; see `_attach`.
 
@@ -234,7 +284,7 @@ class ProximalLayer(nn.Module):
         """
         parameters = parameter_views(weight, bias)
         output = function(*inputs, weight.detach(), bias.detach() if bias is not None else None)
-        return self._attach(output, call, inputs, parameters, owner, part)
+        return self._attach(output, call, inputs, parameters, owner)
 
     def _attach(
         self,
@@ -243,7 +293,6 @@ class ProximalLayer(nn.Module):
         inputs: Sequence[Tensor],
         parameters: Sequence[Tensor | None],
         owner: nn.Module | None = None,
-        part: str = "",
     ) -> Tensor:
         """Return the output with the direction of `parameters` attached.
 
@@ -253,27 +302,14 @@ class ProximalLayer(nn.Module):
             inputs: the tensors that backward needs, as its products saw them.
             parameters: None for one that the layer does not have.
             owner: the module they belong to, where it is not this one.
-            part: which of the layer's systems this is.
         """
-        refuse_transforms(self._layer_name)
         if torch.compiler.is_compiling():
             # Dynamo makes a float an input of the graph that reads it first. The backward graphs of several layers
             # read this one, so that it has to be read out here.
             assert self._settings.tau_theta > 0
-        elif self._is_reparametrized():
-            raise RuntimeError(
-                f"{self._layer_name}: its weight is computed by a hook or a parametrization that was added after "
-                "convert, so its output is not linear in what is trained. Call proxprop.revert(model) before "
-                "adding it; convert then leaves the layer explicit"
-            )
+        self._check(output, inputs)
         if not _some_train(parameters):
             return output
-        _check_dense(self._layer_name, inputs)
-        if output.is_complex() or any(tensor.is_complex() for tensor in inputs):
-            check_real(self, self._layer_name)
-            raise TypeError(
-                f"{self._layer_name}: input and output should be real but are complex; {LEAVE_OUT}"
-            )
         compiles = torch.compiler.is_compiling()
         is_opaque = compiles and self._observer is None and can_be_described(call, self._settings)
         # A name would tell a layer from others of its kind, and torch would compile each of them anew.
@@ -284,13 +320,11 @@ class ProximalLayer(nn.Module):
         )  # fmt: skip
         if self._planned is not None:
             self._planned(owner or self, task.plan(inputs, output, parameters))
-        if self._attached is not None:
-            return self._attached.attach(output, task, inputs, parameters, part)
         return attach_direction(output, task, inputs, parameters)
 
     def _side_solve(self, output: Tensor, parameters: Sequence[Tensor | None]) -> SideSolve | None:
         """Where a call is solved beside the backward pass; None where it is solved in line with it."""
-        if self._attached is not None or self._observer is not None:
+        if self._observer is not None:
             return None
         return (
             side_streams(output.device).solve(self._turn) if pays(self.spaces, output, parameters) else None
@@ -309,11 +343,32 @@ class ProximalLayer(nn.Module):
         return ", ".join(filter(None, [super().extra_repr(), *shown]))
 
 
+@cache
+def _resting(kind: Any) -> Any:
+    """A class as between two observed steps: a call is the plain class's own forward, eager or compiled.
+
+    A copy or a pickle of a layer that rests is awake, and not attached.
+    """
+
+    def reduce(layer: ProximalLayer, protocol: Any) -> Any:
+        made, arguments, *state = kind.__reduce_ex__(layer, 2)
+        return (_empty, (kind,), *state) if kind.mixin is None else (made, arguments, *state)
+
+    attributes = {
+        "plain": kind.plain, "awake": kind, "forward": kind.plain.forward, "__reduce_ex__": reduce,
+        "__module__": kind.__module__, "__qualname__": kind.__qualname__,
+    }  # fmt: skip
+    return type(kind.__name__, (kind,), attributes)
+
+
 _derived: dict[tuple[type[ProximalLayer], type[nn.Module]], type[ProximalLayer]] = {}
 
 
 def _remake(mixin: type[ProximalLayer], plain: type[nn.Module]) -> nn.Module:
-    kind = mixin.derived(plain)
+    return _empty(mixin.derived(plain))
+
+
+def _empty(kind: type[nn.Module]) -> nn.Module:
     return kind.__new__(kind)
 
 

@@ -18,8 +18,9 @@ class NormLayer(ProximalLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         """torch's own forward."""
-        if not self._trains():
-            return cast(Tensor, super().forward(input))
+        if not self._solves():
+            statistics = self._statistics()
+            return self._tap(cast(Tensor, super().forward(input)), (input, *statistics))
         parameters = parameter_views(*(self._parameters.get(name) for name in self.names))
         output = cast(Tensor, self.plain.forward(constant(self, self.plain), input))
         return self._attach(output, self._call(), (input, *self._statistics()), parameters)

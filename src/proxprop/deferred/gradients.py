@@ -4,11 +4,11 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from proxprop.deferred.running import Cluster
-from proxprop.deferred.shards import local
-from proxprop.deferred.system import weakly
+from proxprop.deferred.accumulator import weakly
+from proxprop.deferred.average import Cluster
+from proxprop.deferred.writer import local
 from proxprop.distributed import mesh_of
 from proxprop.torch_internals import after_backward_pass, backward_pass, stored_entries, writes
 
@@ -23,6 +23,9 @@ class Watch:
     since the pass before: set to None, set to zero, or left. What a step that was skipped or given up has summed goes
     with its gradient. On a GPU nothing here waits for the device.
 
+    Where a cluster rests, no Python runs in backward: a list is told which parameters a gradient came to, by its own
+    `append`. Under several ranks, gradients are not where autograd put them, and all passes are looked at.
+
     Args:
         cluster: the systems, and whether S is summed for them in a step.
 
@@ -32,7 +35,8 @@ class Watch:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.systems, self.parameters = cluster, cluster.systems, cluster.parameters
-        self.waiting = False
+        self.waiting = self.resting = False
+        self._arrived: list[Tensor] = []
         self._spread = any(mesh_of(p) is not None for p in self.parameters)
         self._task = -1
         self._summed = self._warned = self._mixed = False
@@ -47,7 +51,37 @@ class Watch:
         """Notice when a gradient comes to these: in a step that is not observed, and before S in a compiled one."""
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._hooks:
-                self._hooks[parameter] = parameter.register_hook(weakly(self.notice))
+                self._hooks[parameter] = self._hooked(parameter)
+
+    def _hooked(self, parameter: Tensor) -> Any:
+        if self.resting:
+            return parameter.register_post_accumulate_grad_hook(self._arrived.append)
+        return parameter.register_hook(weakly(self.notice))
+
+    def rest(self, resting: bool) -> None:
+        """Look at backward passes with no Python, or with all care."""
+        if resting != self.resting:
+            self._unhook()
+            self.resting = resting
+            self.follow(self.parameters)
+
+    def look(self) -> None:
+        """See what came while resting, and whether it was added to a direction."""
+        if not self._arrived:
+            return
+        self.waiting, self._mixed = True, self._was_added_to(self._arrived[0])
+        if not self._mixed:
+            self._solved = []
+            self._arrived.clear()
+
+    def _was_added_to(self, parameter: Tensor) -> bool:
+        """Whether all that was done to a gradient since the last solve is that backward passes added to it."""
+        gradient = parameter.grad
+        if not self._solved or gradient is None:
+            return False
+        times = sum(other is parameter for other in self._arrived)
+        (solved,) = (s for p, s in zip(self.parameters, self._solved, strict=True) if p is parameter)
+        return solved == (writes(gradient) - times, self._place(parameter))
 
     def notice(self, _: Tensor | None = None) -> None:
         """A gradient, or S, is about to be added to."""
@@ -85,10 +119,14 @@ class Watch:
 
     def release(self) -> None:
         """Take the hooks off the parameters."""
-        for hook in self._hooks.values():
-            hook.remove()
+        self._unhook()
         for system in self.systems:
             system.watch = None
+
+    def _unhook(self) -> None:
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
 
     def _forget_if_zeroed(self) -> None:
         """Drop S if a gradient that belongs to it was set to None or to zero; the latter is decided on the device."""
@@ -154,7 +192,7 @@ class Watch:
         inside = (NONE if (g := p.grad) is None else writes(local(g)) for p in self.parameters)
         return [own if own == NONE else own + more for own, more in zip(found, inside, strict=True)]
 
-    def _place(self, parameter: nn.Parameter) -> int:
+    def _place(self, parameter: Tensor) -> int:
         """Where a gradient lies. DDP may put it elsewhere, where writes are counted anew."""
         gradient = parameter.grad
         if gradient is None or gradient.is_sparse:

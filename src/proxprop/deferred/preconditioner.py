@@ -1,0 +1,382 @@
+"""What turns a gradient into a direction: `B -> factor·(λI + M)⁻¹B`, by a solver, from rows, or by an inverse."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from proxprop import tuning
+from proxprop.device import round_up
+from proxprop.direction import Direction
+from proxprop.replay import replays, size
+from proxprop.settings import Settings
+from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Exact, Sizes, Solution, Solver
+from proxprop.solvers.cholesky import factorize_whole
+from proxprop.solvers.inverse import inverted
+from proxprop.solvers.matmul import transposed_product
+from proxprop.solvers.plan import Plan, remembered_plan
+from proxprop.transfer import LinearTransfer
+
+
+@contextmanager
+def rounded_products(like: Tensor) -> Iterator[None]:
+    """Within, a GPU may round the factors of float32 products to TF32's eleven bits."""
+    if not like.is_cuda or torch.compiler.is_compiling():
+        yield
+        return
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    products.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
+
+
+class Operator(Protocol):
+    """`B -> factor·(λI + M)⁻¹B`."""
+
+    @property
+    def kept(self) -> Tensor:
+        """The matrix it holds."""
+
+    def apply(self, B: Tensor) -> Solution:
+        """The direction for `B [groups, features, outputs]`."""
+
+    def scale(self) -> Tensor:
+        """What each feature is multiplied by `[groups, features]`, where M is diagonal."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """M, λ and the factor: all that a direction depends on beside B and the solver.
+
+    Attributes:
+        M: `[groups, features, features]`, or a diagonal `[groups, features]`.
+        damping: λ.
+        factor: what the solution is multiplied by.
+    """
+
+    M: Tensor
+    damping: float
+    factor: float
+
+
+def absolute_form(S: Tensor, samples: Tensor | None, settings: Settings) -> Form:
+    """A layer's own settings: `(I/τ_θ + S)⁻¹B`, or `(I + τ_θ·S/N)⁻¹B`. S is overwritten."""
+    damping = 1 / settings.tau_theta
+    if settings.scaling == "paper":
+        return Form(S, damping, 1.0)
+    assert samples is not None
+    return Form(S.div_(samples.clamp(min=1.0)), damping, damping)
+
+
+def relative_form(S: Tensor, damping: float, features: int, blocks: int = 1) -> Form:
+    """`(1 + ρ)·c·(ρcI + S)⁻¹B` with c the mean of S's diagonal, for each group: the scale of S drops out.
+
+    Where S is c times the identity this is B itself, whatever ρ; as ρ grows it tends to B. S is overwritten.
+
+    Args:
+        S: any multiple of it gives the same.
+        damping: ρ.
+        features: of the layer.
+        blocks: how many groups of S are the blocks of one matrix.
+    """
+    diagonal = S if S.dim() == 2 else S.diagonal(dim1=-2, dim2=-1)
+    mean = diagonal.reshape(len(S) // blocks, -1).sum(-1) / features
+    mean = torch.where(mean == 0, 1.0, mean)[:, None].expand(-1, blocks)
+    mean = mean.reshape(-1, *[1] * (S.dim() - 1))
+    return Form(S.div_(mean), damping, 1 + damping)
+
+
+@dataclass(frozen=True)
+class Solve:
+    """Asks the solver.
+
+    Attributes:
+        form: the system.
+        solver: the layer's.
+        once: whether it is asked once, and may overwrite M.
+    """
+
+    form: Form
+    solver: Solver
+    once: bool = False
+
+    @property
+    def kept(self) -> Tensor:
+        """M."""
+        return self.form.M
+
+    def apply(self, B: Tensor) -> Solution:
+        """The solver's answer."""
+        if B.numel() == 0:
+            return Solution(B)
+        M, damping, factor = (
+            self.form.M if self.once else self.form.M.clone(),
+            self.form.damping,
+            self.form.factor,
+        )
+        if not self.solver.capturable:
+            return self.solver.features(M, B, damping).times(factor)
+        solver = self.solver
+
+        def solve(given: Sequence[Tensor]) -> Solution:
+            return solver.features(given[0], given[1], damping).times(factor)
+
+        return replayed((solver, damping, factor), solve, (M, B))
+
+    def scale(self) -> Tensor:
+        """`factor / (λ + M)`."""
+        return self.form.factor / (self.form.M + self.form.damping)
+
+
+@dataclass(eq=False)
+class Inverse:
+    """`factor·(λI + M)⁻¹` as a matrix; `1/(λ + trace M)` times the factor where a factorisation failed.
+
+    Attributes:
+        kept: the matrix `[groups, features, features]`, which may be moved to lie beside others.
+    """
+
+    kept: Tensor
+
+    def apply(self, B: Tensor) -> Solution:
+        """One product."""
+        with rounded_products(B):
+            return Solution(self.kept.to(B.dtype) @ B)
+
+    def scale(self) -> Tensor:
+        """Not for a diagonal M."""
+        raise NotImplementedError("a diagonal is divided by, not inverted")
+
+
+class Due(NamedTuple):
+    """An operator to be made: its system, its solver, and the one made before, which is written over if it can be."""
+
+    form: Form
+    solver: Solver
+    before: Operator | None
+
+
+def made(due: Iterable[Due], dtype: torch.dtype | None) -> list[tuple[Operator, Tensor | None]]:
+    """Operators to be used many times: inverses for `Exact`, else what the solver is asked with.
+
+    Small matrices of one size are inverted together, as groups of one system; large ones as they come, so that only
+    one of them is held beside its average.
+
+    Args:
+        due: the operators to make.
+        dtype: the precision that inverses are kept in; None for that of M.
+
+    Returns:
+        Each operator, and for each of its groups whether it failed to be made, where that can be.
+    """
+    found: dict[int, tuple[Operator, Tensor | None]] = {}
+    small: dict[tuple[object, ...], dict[int, Due]] = {}
+    for place, each in enumerate(due):
+        form, solver, before = each
+        if not isinstance(solver, Exact) or form.M.dim() == 2:
+            found[place] = Solve(form, solver), None
+        elif form.M.shape[-1] > tuning.INVERSE_BLOCK:
+            X, failed = inverse(form.M, form.damping)
+            found[place] = _kept(X.mul_(form.factor), before, dtype), failed
+        else:
+            alike = form.M.shape[1:], form.M.dtype, form.M.device, form.damping, form.factor
+            small.setdefault(alike, {})[place] = each
+    for group in small.values():
+        forms = [each.form for each in group.values()]
+        X, failed = inverse(torch.cat([form.M for form in forms]), forms[0].damping)
+        X.mul_(forms[0].factor)
+        sizes = [len(form.M) for form in forms]
+        for (place, each), own, flag in zip(group.items(), X.split(sizes), failed.split(sizes), strict=True):
+            found[place] = _kept(own, each.before, dtype), flag
+    return [found[place] for place in range(len(found))]
+
+
+def aligned(like: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """Room for so many matrices like these, whose rows begin where a GPU likes them to."""
+    _, rows, columns = like.shape
+    room = like.new_empty(groups, rows, round_up(columns, tuning.ALIGNED), dtype=dtype)
+    return room[..., :columns]
+
+
+def _kept(X: Tensor, before: Operator | None, dtype: torch.dtype | None) -> Inverse:
+    """An inverse, where the one before was: a CUDA graph of a step goes on reading there."""
+    dtype = dtype or X.dtype
+    kept = before.kept if isinstance(before, Inverse) else None
+    if kept is None or (kept.shape, kept.dtype, kept.device) != (X.shape, dtype, X.device):
+        return Inverse(aligned(X, len(X), dtype).copy_(X))
+    kept.copy_(X)
+    assert isinstance(before, Inverse)
+    return before
+
+
+UNPLANNED = Plan(FEATURE, Sizes(0, 0, 0, 0), {}, pinned=False)
+"""Stands for the plan of a solve that nothing was planned for."""
+
+
+def replayed(
+    question: object, solve: Callable[[Sequence[Tensor]], Solution], tensors: Sequence[Tensor]
+) -> Solution:
+    """A solve, by a CUDA graph in an eager step on a GPU: there the host takes longer to launch it than it takes.
+
+    Args:
+        question: what decides about the kernels of the solve, beside tensors and settings of torch.
+        solve: from the tensors, which it may overwrite, to the solution.
+        tensors: what it depends on.
+    """
+    found = replays(tensors[0])
+    if found is None or size(tensors) > tuning.REPLAYED_MOST_BYTES:
+        return solve(tensors)
+
+    def direction(given: Sequence[Tensor]) -> Direction:
+        value, failed = solve(given)
+        return Direction((value,), UNPLANNED, failed)
+
+    made = found.solve(question, direction, list(tensors))
+    if made is None:
+        return solve(tensors)
+    (value,) = made.parameters
+    assert value is not None
+    return Solution(value, made.failed.clone() if made.failed is not None else None)
+
+
+def inverse(M: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """`(λI + M)⁻¹ [groups, size, size]`, and for each group whether it failed; M may be overwritten."""
+
+    def solve(given: Sequence[Tensor]) -> Solution:
+        return Solution(*inverted(given[0], damping))
+
+    X, failed = replayed(("inverse", damping), solve, (M,))
+    assert failed is not None
+    return X, failed
+
+
+def rows_pay(sizes: Sizes, settings: Settings) -> bool:
+    """Whether a step is cheaper from so many rows than from S, in no more memory.
+
+    Args:
+        sizes: the system's, with the samples of all calls together.
+        settings: the layer's; a pinned space decides.
+
+    Example:
+        >>> wide = Sizes(groups=1, samples=500, features=3073, outputs=4000)
+        >>> rows_pay(wide, Settings(Exact())), rows_pay(wide._replace(samples=2000), Settings(Exact()))
+        (True, False)
+    """
+    solver = settings.solver
+    space = rows_space(solver)
+    if space not in solver.spaces or not 0 < sizes.samples <= sizes.features:
+        return False
+    if settings.space is not None:
+        return settings.space == space
+    costs = remembered_plan(sizes, solver).costs
+    return costs[space].effort + products_with_rows(sizes, space) < costs[FEATURE].effort
+
+
+def rows_space(solver: Solver) -> str:
+    """Where a step from rows is solved."""
+    return SAMPLE if isinstance(solver, Exact) else MATRIX_FREE
+
+
+def products_with_rows(sizes: Sizes, space: str) -> float:
+    """FLOPs of a step from rows beyond those of immediate mode: in sample space, products with A and Aᵀ, twice each."""
+    groups, samples, features, outputs = sizes
+    return 8.0 * groups * samples * features * outputs if space == SAMPLE else 0.0
+
+
+@dataclass(frozen=True)
+class RowSolve:
+    """`B -> factor·(λI + AᵀA)⁻¹B` for a layer's rows A; CG takes the steps that it would take with S.
+
+    `K = AAᵀ` takes the place of S, for whatever is in `.grad` at the step: it may have been clipped, or hold more than
+    `AᵀG`, so that immediate mode's `D = Aᵀ(λI + K)⁻¹G` is not at hand. Woodbury's identity is,
+
+        X = (λI + K)⁻¹AB,    D = (B − AᵀX)/λ,
+
+    but where λ is small beside S the difference cancels. What rounding leaves of it is in the row space of A, where
+    exactly `AD = X`, and solved for without a difference: `D + Aᵀ(λI + K)⁻¹(X − AD)`. Without that step float32 errors
+    are two to five times those of a Cholesky factor of S; with it about the same, or up to thirty times smaller.
+
+    Attributes:
+        transfer: all calls of a step as one.
+        settings: the layer's.
+    """
+
+    transfer: LinearTransfer
+    settings: Settings
+
+    @property
+    def kept(self) -> Tensor:
+        """The rows."""
+        return self.transfer.rows()
+
+    def apply(self, B: Tensor) -> Solution:
+        """The direction for `B [1, features, outputs]`."""
+        if B.numel() == 0:
+            return Solution(B)
+        (A,), layout, settings = (
+            self.transfer.rows(),
+            self.transfer.with_rows(self.kept[0, :0]),
+            self.settings,
+        )
+        if not settings.solver.capturable:
+            return self._solved(B)
+
+        def solve(given: Sequence[Tensor]) -> Solution:
+            return RowSolve(layout.with_rows(given[0]), settings)._solved(given[1])
+
+        question = settings, layout.weight_shape, layout.bias, layout.transposed
+        return replayed(question, solve, (A, B))
+
+    def _solved(self, B: Tensor) -> Solution:
+        samples, solver = self.transfer.sizes.samples, self.settings.solver
+        damping, factor = self.settings.damping(samples), self.settings.factor(samples)
+        if isinstance(solver, Exact):
+            found = self._solve(B, damping)
+        else:
+            found = solver.matrix_free(lambda V: self._adjoint(self._image(V)), B, damping)
+        return found.times(factor)
+
+    def scale(self) -> Tensor:
+        """Not for rows."""
+        raise NotImplementedError("rows have no diagonal S")
+
+    def _image(self, V: Tensor) -> Tensor:
+        """`AV`, on a GPU's tensor cores, where the layer's own forward would not be."""
+        (A,) = self.transfer.rows()
+        inputs = A.shape[1]
+        product = transposed_product(A.mT, V[0, :inputs])
+        return (product.add_(V[0, inputs:]) if self.transfer.bias else product)[None]
+
+    def _adjoint(self, U: Tensor) -> Tensor:
+        """`AᵀU`."""
+        transfer = self.transfer
+        return transfer.to_features(transfer.gradient(transfer.from_samples(U)))
+
+    def _solve(self, B: Tensor, damping: float) -> Solution:
+        """`(λI + AᵀA)⁻¹B` for any `B [1, features, outputs]`; where the factorisation failed, `B / (λ + trace K)`.
+
+        A failure is substituted in small matrices, where it costs little: without R, D is a multiple of B.
+        """
+        factorization = factorize_whole(self.transfer.sample_gram(), damping)
+        R, failed = factorization.inverse_factor(), factorization.failed
+        broken = failed[:, None, None]
+        shrink = torch.where(broken, R[:, :1, :1].square() * damping, 1.0)  # R is I/√(λ + trace K) there
+        R = torch.where(broken, 0.0, R)
+        X = R.mT @ (R @ self._image(B))
+        D = (B * shrink).sub_(self._adjoint(X)).div_(damping)
+        D += self._adjoint(R.mT @ (R @ (X - self._image(D))))
+        return Solution(D, failed)
+
+
+def empty(form: Form, solver: Solver, dtype: torch.dtype | None) -> Operator:
+    """An operator that holds zeros, for what was saved to be copied into."""
+    zeros = torch.zeros_like(form.M)
+    if isinstance(solver, Exact) and zeros.dim() == 3:
+        return Inverse(zeros.to(dtype or zeros.dtype))
+    return Solve(Form(zeros, form.damping, form.factor), solver)

@@ -1,0 +1,407 @@
+"""Puts directions where gradients are: alike layers in a few calls, shards by the rank that holds them.
+
+With W `[outputs, inputs]` and b `[outputs]` the gradients of a weight and a bias, which are the features of one system,
+
+    P = (P_ww  p_wb; p_bw  p_bb),    D_W = W P_wwᵀ + b p_wbᵀ,    D_b = W p_bwᵀ + b p_bb,
+
+stacked over layers and groups. The inverses are moved beside each other once. On a GPU these products are rounded as
+TF32's, also where the user asks for more: D then errs by about `2⁻¹¹·(1 + ρ)/ρ` of the gradient's norm.
+
+`D = (λI + S)⁻¹B` acts on features, and columns of B are outputs. A parameter that FSDP2 shards by outputs therefore
+needs nothing from other ranks but S. Where shards cut through a system's features or groups, or one step length is
+shared by all outputs, the gradient is gathered, solved as a whole, and each rank keeps its shard.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from proxprop import tuning
+from proxprop.backward import no_autocast
+from proxprop.deferred.equation import Block, Equation
+from proxprop.deferred.preconditioner import Inverse, Operator, aligned, replayed, rounded_products
+from proxprop.distributed import mesh_of
+from proxprop.replay import replays, size
+from proxprop.solvers import DIAGONAL, Solution
+from proxprop.torch_internals import copy_all, local_rows
+from proxprop.transfer import (
+    Affine,
+    BilinearTransfer,
+    ConvTransfer,
+    LinearTransfer,
+    NormTransfer,
+    Shapes,
+    Transfer,
+)
+
+TOGETHER_BYTES = 64 * 2**20
+"""Most bytes of gradients that are stacked; a larger layer is turned alone."""
+
+ROWS_ARE_OUTPUTS = (LinearTransfer, ConvTransfer, BilinearTransfer, NormTransfer)
+"""Layouts whose weight is `[groups·outputs, inputs]` but for its shape, or its transpose."""
+
+Pair = tuple[Equation, Operator]
+
+
+_numbers = count()
+"""Numbers plans: a captured graph reads the inverses of one, and is never replayed for another."""
+
+
+class Directions:
+    """Turns gradients into directions, and remembers which layers are turned together."""
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[int, ...], Plan] = {}
+
+    def turn(self, pairs: Sequence[Pair]) -> None:
+        """Turn the gradients of equations into directions, in place, each with its operator."""
+        key = tuple(id(operator) for _, operator in pairs)  # not reused, as a plan holds its operators
+        plan = self._plans.get(key)
+        if plan is None:
+            equations = {equation for equation, _ in pairs}
+            self._plans = {k: p for k, p in self._plans.items() if p.equations.isdisjoint(equations)}
+            plan = self._plans[key] = Plan(pairs)
+        plan.turn()
+
+
+class Plan:
+    """Which of some layers are turned together.
+
+    Args:
+        pairs: an equation and its operator each.
+
+    Attributes:
+        equations: the equations.
+    """
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self.equations = {equation for equation, _ in pairs}
+        self.pairs, self.number = pairs, next(_numbers)
+        alike: dict[tuple[object, ...], list[tuple[Equation, Inverse]]] = {}
+        self.alone: list[Pair] = []
+        for equation, operator in pairs:
+            if isinstance(operator, Inverse) and _stackable(equation):
+                P, shapes = operator.kept, tuple(equation.shapes)
+                key = type(equation.layout), _transposed(equation), shapes, P.shape, P.dtype, P.device
+                alike.setdefault(key, []).append((equation, operator))
+            else:
+                self.alone.append((equation, operator))
+        self.stacks = [Stack(chunk) for members in alike.values() for chunk in _chunks(members)]
+
+    def turn(self) -> None:
+        """Turn all gradients."""
+        ready: list[tuple[Stack, list[Tensor]]] = []
+        for stack in self.stacks:
+            gradients = stack.gradients()
+            if gradients is not None:
+                ready.append((stack, gradients))
+                continue
+            for equation, operator in stack.pairs:
+                direct(equation, operator)
+        if len(ready) == len(self.stacks) and self._is_replayed(ready):
+            self._replay(ready)
+        else:
+            _turn(ready)
+        for pair in self.alone:
+            direct(*pair)
+
+    def _is_replayed(self, ready: Sequence[tuple["Stack", list[Tensor]]]) -> bool:
+        """Whether the host would take longer to launch the products than to copy all gradients."""
+        if len(ready) < 2 or len({stack.P.device for stack, _ in ready}) > 1:
+            return False
+        bytes = sum(size(gradients) for _, gradients in ready)
+        return bytes <= tuning.REPLAYED_MOST_BYTES and replays(ready[0][1][0]) is not None
+
+    def _replay(self, ready: Sequence[tuple["Stack", list[Tensor]]]) -> None:
+        """Turn all gradients by one CUDA graph, once that is captured; directions come in one piece."""
+        given = [gradient for _, gradients in ready for gradient in gradients]
+
+        def solve(given: Sequence[Tensor]) -> Solution:
+            left = iter(given)
+            found = [d for stack, own in ready for d in stack.directions([next(left) for _ in own])]
+            return Solution(torch.cat([d.reshape(-1) for d in found]))
+
+        flat = replayed(("turn", self.number), solve, given).value
+        pieces = flat.split([gradient.numel() for gradient in given])
+        copy_all(given, [piece.view(g.shape) for piece, g in zip(pieces, given, strict=True)])
+
+
+def _turn(ready: Sequence[tuple["Stack", list[Tensor]]]) -> None:
+    """Turn the gradients of stacks, and copy some directions at a time."""
+    gradients: list[Tensor] = []
+    directions: list[Tensor] = []
+    for stack, own in ready:
+        gradients += own
+        directions += stack.directions(own)
+        if size(directions) >= TOGETHER_BYTES or stack is ready[-1][0]:
+            copy_all(gradients, directions)
+            gradients, directions = [], []
+
+
+class Stack:
+    """Alike layers and their inverses, beside each other.
+
+    Args:
+        pairs: equations with layouts, shapes and inverses alike; their operators keep views of the stacked inverses.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Equation, Inverse]]) -> None:
+        self.pairs = pairs
+        self.weights, *biases = zip(*(equation.trained for equation, _ in pairs), strict=True)
+        self.biases: Sequence[Block] = biases[0] if biases else ()
+        self.transposed = _transposed(pairs[0][0])
+        self.outputs = pairs[0][0].layout.sizes.outputs
+        self.P = _moved_together([operator for _, operator in pairs])
+        inputs = self.P.shape[-1] - len(biases)
+        self.ww, self.wb = self.P[:, :inputs, :inputs].mT, self.P[:, :inputs, inputs:].mT
+        self.bw, self.bb = self.P[:, inputs:, :inputs].mT, self.P[:, inputs:, inputs:]
+
+    def gradients(self) -> list[Tensor] | None:
+        """Those of the weights, then those of the biases; None where one does not lie as it should."""
+        weights, biases = self._gradients(self.weights), self._gradients(self.biases)
+        if weights is None or biases is None:
+            return None
+        return [*(gradient.mT for gradient in weights), *biases] if self.transposed else [*weights, *biases]
+
+    def directions(self, gradients: list[Tensor]) -> list[Tensor]:
+        """What becomes of gradients."""
+        weights, biases = gradients[: len(self.weights)], gradients[len(self.weights) :]
+        with no_autocast(self.P.device.type), rounded_products(self.P):
+            W = self._stacked(weights)
+            D = [_times(W, self.ww)]
+            if biases:
+                b = self._stacked(biases)
+                D = [D[0].addcmul_(b, self.wb), torch.addcmul(_times(W, self.bw), b, self.bb)]
+        shapes = [(len(g), *g[0].shape) for g in (weights, biases) if g]
+        return [d for found, shape in zip(D, shapes, strict=True) for d in found.reshape(shape).unbind()]
+
+    def _gradients(self, blocks: Iterable[Block]) -> list[Tensor] | None:
+        """The blocks' gradients; None where one is missing, sparse or elsewhere."""
+        found = []
+        for block in blocks:
+            gradient = block.gradient
+            if gradient is None or gradient.is_sparse or gradient.device != self.P.device:
+                return None
+            found.append(gradient)
+        return found
+
+    def _stacked(self, gradients: list[Tensor]) -> Tensor:
+        """Gradients of all layers and groups as `[layers·groups, outputs, features]`, in the precision of sums."""
+        stacked = torch.stack(gradients) if len(gradients) > 1 else gradients[0]
+        stacked = stacked.to(torch.promote_types(self.P.dtype, torch.float32))
+        return stacked.reshape(len(self.P), self.outputs, -1)
+
+
+def _times(W: Tensor, P: Tensor) -> Tensor:
+    """`WP` for each layer; where inverses are kept in bfloat16, a GPU multiplies that with float32 sums."""
+    if P.dtype == W.dtype:
+        return torch.bmm(W, P)
+    if not P.is_cuda:
+        return torch.bmm(W, P.to(W.dtype))
+    return torch.bmm(W.to(P.dtype), P, out_dtype=W.dtype)
+
+
+def _stackable(equation: Equation) -> bool:
+    """Whether the equation is about whole outputs of a weight, and perhaps a bias, that are here in whole."""
+    layout = equation.layout
+    return (
+        isinstance(layout, Affine)
+        and type(layout) in ROWS_ARE_OUTPUTS
+        and layout.weight_shape is not None
+        and all(mesh_of(parameter) is None for parameter in equation.parameters)
+    )
+
+
+def _transposed(equation: Equation) -> bool:
+    """Whether the weight is stored as `[inputs, outputs]`."""
+    return bool(getattr(equation.layout, "transposed", False))
+
+
+def _chunks(members: Sequence[tuple[Equation, Inverse]]) -> Iterable[Sequence[tuple[Equation, Inverse]]]:
+    equation, operator = members[0]
+    one = equation.trained[0].shape.numel() * max(operator.kept.element_size(), torch.float32.itemsize)
+    size = max(TOGETHER_BYTES // max(one, 1), 1)
+    return (members[i : i + size] for i in range(0, len(members), size))
+
+
+def _moved_together(operators: Sequence[Inverse]) -> Tensor:
+    """All inverses in one tensor, which the operators then keep parts of."""
+    first = operators[0].kept
+    if len(operators) == 1:
+        return first
+    P = aligned(first, len(operators) * len(first), first.dtype)
+    for operator, part in zip(operators, P.split(len(first)), strict=True):
+        operator.kept = part.copy_(operator.kept)
+    return P
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What this rank solves of a block; read and written like the block itself."""
+
+    gradient: Tensor | None
+    shape: torch.Size
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank solves of a system.
+
+    Attributes:
+        blocks: None for one that is not trained.
+        layout: how they lie in the system.
+        entries: the entries of a diagonal S that are about them.
+        put_back: to be called once the blocks hold the direction.
+    """
+
+    blocks: Sequence[Block | Piece | None]
+    layout: Transfer
+    entries: slice = field(default_factory=lambda: slice(None))
+    put_back: Callable[[], None] = field(default=lambda: None)
+
+
+def direct(equation: Equation, operator: Operator) -> None:
+    """Turn the gradients of an equation's parameters into its direction, in place.
+
+    Args:
+        equation: whose parameters hold B in `.grad`.
+        operator: what to apply to B.
+    """
+    mine = share(equation)
+    if DIAGONAL in mine.layout.spaces:
+        _rescale(mine.blocks, operator.scale()[0, mine.entries])
+        return
+    B = mine.layout.to_features(tuple(_read(block, operator.kept) for block in mine.blocks))
+    with no_autocast(B.device.type):
+        solution = operator.apply(B)
+    equation.layer._note_failure(solution.failed)
+    _write(mine.blocks, mine.layout, solution.value)
+    mine.put_back()
+
+
+def _read(block: Block | Piece | None, like: Tensor) -> Tensor | None:
+    """A block's gradient where S is and in its precision; zero where nothing reached it."""
+    if block is None:
+        return None
+    gradient = block.gradient
+    wide = torch.promote_types(like.dtype, torch.float32)
+    return like.new_zeros(block.shape, dtype=wide) if gradient is None else gradient.to(like.device, wide)
+
+
+def _write(blocks: Sequence[Block | Piece | None], layout: Transfer, D: Tensor) -> None:
+    for block, direction in zip(blocks, layout.from_features(D), strict=True):
+        if block is not None and block.gradient is not None:
+            assert direction is not None
+            block.gradient.copy_(direction)
+
+
+def _rescale(blocks: Sequence[Block | Piece | None], scale: Tensor) -> None:
+    """Multiply every entry of a table's gradient by its scale."""
+    (block,) = blocks
+    gradient = block.gradient if block is not None else None
+    if gradient is None:
+        return
+    if gradient.is_sparse:
+        assert isinstance(block, Block)
+        coalesced = gradient.coalesce()
+        index, values = coalesced.indices(), coalesced.values()
+        values = (values * scale[index[0]][:, None]).to(values.dtype)
+        block.parameter.grad = torch.sparse_coo_tensor(
+            index, values, gradient.shape, is_coalesced=True, check_invariants=False
+        )
+        return
+    gradient.mul_(scale[:, None].to(gradient.device))
+
+
+def share(equation: Equation) -> Share:
+    """The outputs of a system that this rank solves: all of them, unless its parameters are spread over ranks."""
+    blocks = [block if block is not None and block.trained else None for block in equation.blocks]
+    present = [block for block in blocks if block is not None]
+    if not any(mesh_of(block.parameter) is not None for block in present):
+        return Share(blocks, equation.layout)
+    own = [_own(block) for block in blocks]
+    if DIAGONAL in equation.layout.spaces:
+        return Share(own, equation.layout, _entries(present[0]))
+    if _by_outputs(equation, blocks):
+        shapes: Shapes = [piece.shape if piece is not None else None for piece in own]
+        return Share(own, equation.layout_of(shapes))
+    return _gathered(equation, blocks)
+
+
+def _own(block: Block | None) -> Piece | None:
+    """This rank's shard of a parameter, in whole."""
+    if block is None:
+        return None
+    gradient = block.parameter.grad
+    shape = local(block.parameter).shape
+    return Piece(local(gradient) if gradient is not None else None, shape)
+
+
+def _by_outputs(equation: Equation, blocks: Sequence[Block | None]) -> bool:
+    """Whether shards are whole outputs, each with all of its features, that can be solved alone.
+
+    Every rank must come to the same answer, so that it is about one row and not about the shard that a rank has.
+    """
+    if not getattr(equation.layer._settings.solver, "per_output", True):
+        return False
+    if any(b is not None and b.shape != b.parameter.shape for b in blocks):
+        return False  # a slice of a parameter, whose shards do not follow the slice
+    if not all(b is None or _sharded_dimension(b.parameter) == 0 for b in blocks):
+        return False
+    row: Shapes = [torch.Size([1, *b.shape[1:]]) if b is not None else None for b in blocks]
+    whole, single = equation.layout.sizes, equation.layout_of(row).sizes
+    return (whole.groups, single.groups, single.features, single.outputs) == (1, 1, whole.features, 1)
+
+
+def _gathered(equation: Equation, blocks: Sequence[Block | None]) -> Share:
+    """The whole system, to be cut again when it is solved."""
+    whole = {
+        b.parameter: _full(b.parameter.grad) for b in blocks if b is not None and b.parameter.grad is not None
+    }
+    pieces = [
+        Piece(whole[b.parameter][b.rows] if b.parameter in whole else None, b.shape)
+        if b is not None
+        else None
+        for b in blocks
+    ]
+
+    def put_back() -> None:
+        for parameter, direction in whole.items():
+            local(parameter.grad).copy_(_shard_of(direction, parameter))
+
+    return Share(pieces, equation.layout, put_back=put_back)
+
+
+def _sharded_dimension(parameter: Any) -> int | None:
+    """The dimension that a DTensor is cut along; None where it is not cut along just one."""
+    cut = [placement.dim for placement in parameter.placements if placement.is_shard()]
+    return cut[0] if len(cut) == 1 else None
+
+
+def local(tensor: Any) -> Tensor:
+    """What this rank holds; shares memory."""
+    held: Tensor = tensor.to_local() if mesh_of(tensor) is not None else tensor
+    return held
+
+
+def _full(tensor: Any) -> Tensor:
+    full: Tensor = tensor.full_tensor() if mesh_of(tensor) is not None else tensor
+    return full
+
+
+def _shard_of(full: Tensor, parameter: Any) -> Tensor:
+    """The part of a full tensor that this rank holds of the parameter."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = parameter.device_mesh
+    replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated.redistribute(placements=parameter.placements).to_local()
+
+
+def _entries(block: Block) -> slice:
+    """The rows of a table that this rank holds."""
+    return local_rows(block.parameter)

@@ -1,0 +1,139 @@
+"""Between observed steps a layer is torch's own; inputs that several layers see are squared once."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import proxprop
+from cases import randn
+from deferred_claims import works
+from layers import SelfAttention
+from proxprop import Exact, Running
+from proxprop.deferred import accumulator
+from training import assert_same, attached, grads, images, plain_model, stepped
+
+RUNNING = Running(update_every=3, invert_every=3)
+
+
+def resting(model: nn.Module, input: Tensor) -> nn.Module:
+    """A model that has taken its first step of three."""
+    optimizer = attached(model, running=RUNNING)
+    model(input).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.Linear(4, 4), (3, 4)),
+        (lambda: nn.Conv2d(2, 4, 3), (2, 2, 5, 5)),
+        (lambda: nn.ConvTranspose1d(2, 4, 3), (2, 2, 5)),
+        (lambda: nn.LayerNorm(4), (3, 4)),
+        (lambda: nn.BatchNorm1d(4), (3, 4)),
+        (SelfAttention, (2, 3, 4)),
+    ],
+    ids=["Linear", "Conv2d", "ConvTranspose1d", "LayerNorm", "BatchNorm1d", "MultiheadAttention"],
+)
+def test_a_layer_that_rests_runs_the_plain_classs_forward(make, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(make())
+    model = proxprop.convert(copy.deepcopy(plain), Exact(), module_types="all", include_last=True)
+    input = randn(*shape, seed=1).float()
+    resting(model, input)
+    layers = [layer for layer in model.modules() if isinstance(layer, proxprop.nn.ProximalLayer)]
+    assert layers
+    for layer in layers:
+        assert type(layer).forward is layer.plain.forward
+    plain.train()(input)  # a normalisation has seen the input twice, too
+    for each in (model, plain):
+        each.zero_grad()
+        each(input).square().sum().backward()
+    for name, expected in grads(plain).items():
+        assert torch.equal(grads(model)[name], expected)
+
+
+def test_bits_of_the_gradient_are_torchs_in_observed_steps_too() -> None:
+    plain, model = plain_model(torch.float32), proxprop.convert(plain_model(torch.float32), Exact())
+    attached(model)
+    input = images(dtype=torch.float32)
+    for each in (plain, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = each(input)
+        output.float().square().sum().backward()
+    for name, expected in grads(plain).items():
+        assert torch.equal(grads(model)[name], expected), name
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_that_rests_solves_inside_backward(clone) -> None:
+    model = resting(proxprop.convert(plain_model(), Exact(), tau_theta=0.7), images())
+    other = clone(model)
+    expected = proxprop.convert(plain_model(), Exact(), tau_theta=0.7)
+    for each in (other, expected):
+        assert type(each[3]) is proxprop.nn.Linear
+        each(images()).square().sum().backward()
+    assert_same(grads(other), grads(expected))
+    optimizer = attached(other)  # is not attached yet
+    stepped(other, optimizer, images())
+
+
+def test_detaching_a_model_that_rests_wakes_it_up() -> None:
+    model = resting(proxprop.convert(plain_model(), Exact(), tau_theta=0.7), images())
+    model[0]._attached.handle.detach()
+    assert type(model[0]) is proxprop.nn.Conv2d
+    proxprop.revert(model)
+    assert type(model[0]) is nn.Conv2d
+
+
+@works(
+    "`torch.func` transforms between observed steps of running averages", note="layers are torch's own there"
+)
+def test_transforms_work_between_observed_steps() -> None:
+    model, plain = proxprop.convert(plain_model(), Exact()), plain_model()
+    resting(model, images())
+    values = dict(plain.named_parameters())
+
+    def loss(parameters: dict[str, Tensor], each: nn.Module) -> Tensor:
+        return torch.func.functional_call(each, parameters, (images(),)).square().sum()
+
+    assert_same(*(torch.func.grad(loss)(values, each) for each in (model, plain)))
+
+
+class Projections(nn.Module):
+    """Query, key and value of one input, and a layer that sees another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(6, 6, bias=i > 0) for i in range(3))
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.q(x).tanh() * self.k(x).tanh() * self.v(x))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_layers_that_see_the_same_tensor_share_its_s(monkeypatch: pytest.MonkeyPatch, autocast: bool) -> None:
+    torch.manual_seed(0)
+    model = proxprop.convert(Projections().double(), Exact(), include_last=True)
+    handle = proxprop.attach(torch.optim.SGD(model.parameters(), lr=0.0), model, running=Running())
+    formed = []
+    original = accumulator.summand
+    monkeypatch.setattr(accumulator, "summand", lambda *args: formed.append(args) or original(*args))
+    inputs = [randn(7, 6, seed=i) for i in range(2)]
+    for x in inputs:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            output = model(x.clone())
+        output.square().sum().backward()
+    assert len(formed) == 6  # in each pass of q, of k and v, which have a bias, and of the last layer
+    S = {system.name: system.S for system in handle.systems}
+    if not autocast:
+        expected = sum(x.T @ x for x in inputs)
+        for name in "qkv":
+            assert torch.allclose(S[name][0, :6, :6], expected)
+    assert torch.equal(S["k"], S["v"])
+    assert S["k"].data_ptr() != S["v"].data_ptr()
