@@ -1,7 +1,7 @@
-"""What the device at hand can do, and in which way a step is being run.
+"""What a device can do, and how a step is run.
 
-Every rule that depends on a device, on a precision setting or on who is watching (a compiler, a CUDA graph, a
-dispatch mode) is a function here.
+Every rule that depends on a device, on a precision setting or on the way of running (compiled, captured in a CUDA
+graph, under a dispatch mode) is a function here.
 """
 
 from collections.abc import Iterator
@@ -16,37 +16,40 @@ from torch import Tensor
 from proxprop.torch_internals import dispatch_modes
 from proxprop.tuning import FAST_BFLOAT16
 
+TF32_ROUNDING = 2.0**-11
+"""ε of TF32, which has eleven bits; one float16 term has as many."""
+
 _coarse = ContextVar("coarse", default=False)
 _captured = ContextVar("captured", default=False)
 
 
 def use_triton(array: Tensor) -> bool:
-    """Whether the Triton kernels can take this array: float32 on a CUDA GPU, with Triton installed.
+    """Whether to use Triton kernels for this array: float32 on a CUDA GPU, with Triton installed.
 
-    Their plain twins run where torch.compile fuses them itself, and where a dispatch mode, such as a counter of FLOPs,
-    should see each operation.
+    Their plain twins run under torch.compile, which fuses operations itself, and under a dispatch mode, such as a
+    counter of FLOPs, which should see each operation.
     """
     return array.is_cuda and array.dtype == torch.float32 and not is_traced() and _has_triton()
 
 
 def is_traced() -> bool:
-    """Whether operations are compiled, or pass through a mode of torch's dispatch."""
+    """Whether operations are compiled or pass through a dispatch mode."""
     return torch.compiler.is_compiling() or dispatch_modes() > 0
 
 
 def use_fp16_products(array: Tensor) -> bool:
-    """Whether the Triton kernels can take this array and float16 products have float32 sums."""
+    """Whether to multiply this array in float16: Triton kernels can take it, and sums are float32."""
     return use_triton(array) and not torch.backends.cuda.matmul.allow_fp16_accumulation
 
 
 def fp16_terms() -> int:
-    """Float16 terms a product needs to be as accurate as the caller asks for: 3 for float32, 1 for TF32."""
+    """Float16 terms that a product needs for the accuracy the caller asked for: 3 for float32, 1 for TF32."""
     return 1 if tf32_allowed() or _coarse.get() else 3
 
 
 @contextmanager
 def coarse_numbers() -> Iterator[None]:
-    """Within this context, inputs have no more bits than one float16 term."""
+    """Declare that inputs have no more bits than one float16 term, within this context."""
     before = _coarse.set(True)
     try:
         yield
@@ -55,20 +58,20 @@ def coarse_numbers() -> Iterator[None]:
 
 
 def tf32_allowed() -> bool:
-    """Whether the caller lets a GPU round float32 products to TF32's eleven bits, or fewer."""
+    """Whether the caller allows a GPU to round float32 products to TF32's eleven bits, or fewer."""
     return torch.backends.cuda.matmul.fp32_precision not in ("none", "ieee")
 
 
 def product_rounding(array: Tensor) -> float:
-    """ε of a product with this array: TF32's where a GPU may use it."""
+    """ε of a product with this array: TF32's where a GPU may use TF32."""
     coarse = array.is_cuda and array.dtype == torch.float32 and not is_traced() and tf32_allowed()
-    return 2.0**-11 if coarse else float(torch.finfo(array.dtype).eps)
+    return TF32_ROUNDING if coarse else float(torch.finfo(array.dtype).eps)
 
 
 def is_captured(tensor: Tensor) -> bool:
-    """Whether operations on this tensor go into a CUDA graph.
+    """Whether operations on this tensor are captured in a CUDA graph.
 
-    A fake tensor may claim a device that does not exist, so CUDA must be initialised too.
+    A fake tensor may name a device that does not exist, so CUDA must be initialised too.
     """
     if _captured.get():
         return True
@@ -77,7 +80,7 @@ def is_captured(tensor: Tensor) -> bool:
 
 @contextmanager
 def as_if_captured() -> Iterator[None]:
-    """Within this context, operations are chosen as in a CUDA graph: to warm up what is captured next."""
+    """Choose operations as in a CUDA graph within this context, to warm up for a capture."""
     before = _captured.set(True)
     try:
         yield
@@ -86,7 +89,7 @@ def as_if_captured() -> Iterator[None]:
 
 
 def precision_settings() -> tuple[object, ...]:
-    """All global settings of torch that the kernels of a solve depend on."""
+    """Every global setting that decides which operations a solve runs."""
     return (
         torch.backends.cuda.matmul.fp32_precision,
         torch.backends.cuda.matmul.allow_fp16_accumulation,
@@ -97,12 +100,12 @@ def precision_settings() -> tuple[object, ...]:
 
 
 def has_fast_bfloat16(array: Tensor) -> bool:
-    """Whether a GPU multiplies bfloat16 terms of this array faster than its float32 numbers."""
+    """Whether a GPU multiplies the bfloat16 terms of this array faster than its float32 numbers."""
     return use_triton(array) and torch.cuda.get_device_capability(array.device) in FAST_BFLOAT16
 
 
 def round_up(size: int, unit: int) -> int:
-    """The least multiple of unit that is not less than size.
+    """The smallest multiple of unit that is at least size.
 
     Example:
         >>> round_up(9, 8), round_up(8, 8)

@@ -1,4 +1,4 @@
-"""The Triton kernels compile for a GPU, which need not be there: the interpreter takes what the compiler does not."""
+"""The Triton kernels compile for a GPU, which need not be there; the interpreter accepts code that the compiler rejects."""
 
 import os
 
@@ -14,27 +14,30 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled"),
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
 ]
-HALVES = {"PARTS_OF_RHO": "*fp16", "PARTS_OF_SEARCH": "*fp16", "PARTS_OF_M": "*fp16", "PARTS": "*bf16"}
+TERMS = {"TERMS_OF_RHO": "*fp16", "TERMS_OF_SEARCH": "*fp16", "TERMS_OF_M": "*fp16", "TERMS_OF_X": "*bf16"}
 FLOATS = dict.fromkeys(("damping", "epsilon", "least_share", "root"), "fp32")
-TYPES = {**HALVES, **FLOATS, "FAILED": "*i1", "LOST": "*i1"}
+TYPES = {**TERMS, **FLOATS, "FAILED": "*i1", "LOST": "*i1"}
 STEPS = [(True, False), (False, False), (False, True), (True, True)]
 KERNELS = [
-    (cholesky._begin, {"BLOCK": 32}, 1),
-    (cholesky._eliminate, {"FIRST": True, "BLOCK": 32}, 1),
-    (cholesky._eliminate, {"FIRST": False, "BLOCK": 32}, 1),
+    (cholesky._begin, {"TILE": 32}, 1),
+    (cholesky._eliminate, {"FIRST": True, "TILE": 32}, 1),
+    (cholesky._eliminate, {"FIRST": False, "TILE": 32}, 1),
     (cholesky._mend, {"SIZE": 512}, 4),
-    (rotation._rotate, {"ROWS": 128, "COLUMNS": 16}, 4),
+    *[(kernel, {"ROWS": 128, "COLUMNS": 16}, 8) for kernel in (rotation._rotate, rotation._rotate_whole)],
     (split_bf16._split, {"ORDER": (0, 2, 1), "NUMBERS": 1024}, 4),
-    *[(split_fp16._split_row, {"PARTS": parts, "COLUMNS": 512}, 4) for parts in (1, 3)],
-    *[(sample_cg._begin, {"PARTS": parts, "SAMPLES": 512, "OUTPUTS": 16}, 8) for parts in (1, 3)],
+    *[(split_fp16._split_row, {"TERMS": terms, "COLUMNS": 512}, 4) for terms in (1, 3)],
     *[
-        (sample_cg._advance, {"PARTS": p, "SAMPLES": 512, "OUTPUTS": 2, "FIRST": first, "LAST": last}, 4)
-        for first, last in STEPS
-        for p in (1, 3)
+        (sample_cg._begin, {"ROTATE": rotate, "TERMS": terms, "SAMPLES": 512, "OUTPUTS": 16}, 8)
+        for rotate, terms in [(False, 1), (True, 3)]
     ],
-    (feature_cg._begin, {"PARTS": 3, "ROWS": 512, "COLUMNS": 8}, 8),
     *[
-        (kernel, {"PARTS": 3, "ROWS": 512, "COLUMNS": 8, "FIRST": first, "LAST": last}, 8)
+        (sample_cg._advance, {"TERMS": terms, "SAMPLES": 512, "OUTPUTS": 2, "FIRST": first, "LAST": last}, 4)
+        for first, last in STEPS
+        for terms in (1, 3)
+    ],
+    (feature_cg._begin, {"TERMS": 3, "ROWS": 512, "COLUMNS": 8}, 8),
+    *[
+        (kernel, {"TERMS": 3, "ROWS": 512, "COLUMNS": 8, "FIRST": first, "LAST": last}, 8)
         for kernel in (feature_cg._advance, feature_cg._advance_whole)
         for first, last in STEPS[1:]
     ],

@@ -21,7 +21,7 @@ VARIANTS = pytest.mark.parametrize("whole", [True, False], ids=["whole columns",
 
 
 def solve(
-    S: Tensor, B: Tensor, damping: float, iterations: int, whole: bool, width: int = 2048, parts: int = 3
+    S: Tensor, B: Tensor, damping: float, iterations: int, whole: bool, width: int = 2048, terms: int = 3
 ) -> tuple[Tensor, list[bool] | None]:
     """D, and which groups are spoilt; in blocks of at least `width` outputs."""
     with mock.patch.multiple(
@@ -31,7 +31,7 @@ def solve(
         FEATURE_CG_MOST_NUMBERS=1,
         FEATURE_CG_LEAST_OUTPUTS=width,
     ):
-        D, spoilt = kernel.feature_cg(S, B, damping, iterations, parts)
+        D, spoilt = kernel.feature_cg(S, B, damping, iterations, terms)
     return D.double(), spoilt.tolist() if spoilt is not None else None
 
 
@@ -91,9 +91,9 @@ def test_what_the_loop_flags_is_flagged(whole: bool) -> None:
 
 
 @VARIANTS
-def test_one_part_is_as_accurate_as_tf32(whole: bool) -> None:
+def test_one_term_is_as_accurate_as_tf32(whole: bool) -> None:
     A, G = problem((1, 40, 16, 3), seed=0, dtype=torch.float32)
     S, B = A.mT @ A, A.mT @ G
     expected = in_float64(S, B, 0.7, 3)
-    coarse, fine = (relative_error(solve(S, B, 0.7, 3, whole, parts=p)[0], expected) for p in (1, 3))
+    coarse, fine = (relative_error(solve(S, B, 0.7, 3, whole, terms=p)[0], expected) for p in (1, 3))
     assert fine < 5e-6 < coarse < 5e-3

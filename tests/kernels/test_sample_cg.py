@@ -26,10 +26,10 @@ def in_float64(A: Tensor, G: Tensor, damping: float, iterations: int) -> Tensor:
 
 
 def solve(
-    A: Tensor, G: Tensor, damping: float, iterations: int, parts: int = 3
+    A: Tensor, G: Tensor, damping: float, iterations: int, terms: int = 3
 ) -> tuple[Tensor, list[bool] | None]:
     """D from the kernel, and which groups are lost."""
-    U, lost = kernel.sample_cg(A @ A.mT, G, damping, iterations, parts)
+    U, lost = kernel.sample_cg(A @ A.mT, G, damping, iterations, terms)
     return A.double().mT @ U.double(), lost.tolist() if lost is not None else None
 
 
@@ -69,37 +69,37 @@ def test_what_is_not_finite_spoils_its_own_column_alone(value: float) -> None:
     assert D.isfinite().all(-2).tolist() == [[True, False, True, True]]
 
 
-@pytest.mark.parametrize(("parts", "rounding"), [(1, 1e-3), (3, 1e-6)])
-def test_outputs_in_blocks_are_solved_as_all_at_once(parts: int, rounding: float, monkeypatch) -> None:
+@pytest.mark.parametrize(("terms", "rounding"), [(1, 1e-3), (3, 1e-6)])
+def test_outputs_in_blocks_are_solved_as_all_at_once(terms: int, rounding: float, monkeypatch) -> None:
     A, G = problem((1, 6, 9, 3), seed=0, dtype=torch.float32)
-    whole, _ = solve(A, G, 0.7, 2, parts)
+    whole, _ = solve(A, G, 0.7, 2, terms)
     monkeypatch.setattr(tuning, "SAMPLE_CG_MOST_BYTES", 2**9)
     with mock.patch.object(kernel, "_solve", wraps=kernel._solve) as counted:
-        D, lost = solve(A, G, 0.7, 2, parts)
+        D, lost = solve(A, G, 0.7, 2, terms)
     assert counted.call_count > 1
     assert relative_error(D, whole) < rounding
-    assert lost == ([False] if parts == 3 else None)
+    assert lost == ([False] if terms == 3 else None)
 
 
 def test_an_input_of_zeros() -> None:
     G = problem((1, 6, 9, 4), seed=0, dtype=torch.float32)[1]
-    U, lost = kernel.sample_cg(torch.zeros(1, 6, 6), G, 0.5, 4, parts=3)
+    U, lost = kernel.sample_cg(torch.zeros(1, 6, 6), G, 0.5, 4, terms=3)
     assert relative_error(U, G / 0.5) < 1e-6
     assert lost.tolist() == [False]
 
 
-def test_one_part_is_as_accurate_as_tf32() -> None:
+def test_one_term_is_as_accurate_as_tf32() -> None:
     A, G = problem((1, 40, 60, 5), seed=0, dtype=torch.float32)
     expected = in_float64(A, G, 0.7, 3)
-    coarse, fine = (relative_error(solve(A, G, 0.7, 3, parts)[0], expected) for parts in (1, 3))
+    coarse, fine = (relative_error(solve(A, G, 0.7, 3, terms)[0], expected) for terms in (1, 3))
     assert fine < 2e-6 < coarse < 2e-3
 
 
-@pytest.mark.parametrize(("parts", "close"), [(1, 5e-2), (3, 1e-3)])
-def test_repeated_rows_with_more_iterations_than_they_have_directions(parts: int, close: float) -> None:
+@pytest.mark.parametrize(("terms", "close"), [(1, 5e-2), (3, 1e-3)])
+def test_repeated_rows_with_more_iterations_than_they_have_directions(terms: int, close: float) -> None:
     A, G = problem((1, 4, 12, 3), seed=0, dtype=torch.float32)
     A, G = A.repeat(1, 4, 1), problem((1, 16, 1, 3), seed=1, dtype=torch.float32)[1]
-    D, _ = solve(A, G, 1.0, 10, parts)
+    D, _ = solve(A, G, 1.0, 10, terms)
     assert relative_error(D, in_float64(A, G, 1.0, 10)) < close
 
 

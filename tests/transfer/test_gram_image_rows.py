@@ -73,11 +73,11 @@ def test_a_few_channels_or_rows_at_a_time_are_as_good_as_all(numbers: int, batch
 
 
 @pytest.mark.parametrize("longest", [1024, 4, 3])
-def test_products_of_rows_in_parts(longest: int, monkeypatch) -> None:
-    """As on a GPU, where images are split into parts some at a time, and the last time fewer."""
+def test_products_of_rows_in_terms(longest: int, monkeypatch) -> None:
+    """As on a GPU, where images are split into terms some at a time, and the last time fewer."""
     split = pytest.importorskip("proxprop.kernels.split_bf16")
-    monkeypatch.setattr(split, "parts", matmul.plain_parts)
-    monkeypatch.setattr(matmul, "_parts_pay", lambda *_: True)
+    monkeypatch.setattr(split, "terms", matmul.plain_terms)
+    monkeypatch.setattr(matmul, "_terms_pay", lambda *_: True)
     monkeypatch.setattr(tuning, "TERMS_LONGEST_SUM", longest)
     monkeypatch.setattr(gram_image_rows, "multiply", lambda left, right: left.float() @ right.float())
     x = randn(7, 4, 12, 8, seed=0)

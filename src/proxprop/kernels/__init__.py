@@ -1,1 +1,1 @@
-"""Triton kernels for NVIDIA GPUs. Each has a twin in plain torch that the tests compare it with."""
+"""Triton kernels for NVIDIA GPUs. The tests compare each with its twin in plain torch."""

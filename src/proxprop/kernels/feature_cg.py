@@ -1,7 +1,8 @@
 """Feature-space conjugate gradients on a GPU: a product on tensor cores and one kernel a step.
 
-Two inner products and three updates on arrays `[groups, features, outputs]`, a dozen launches as torch operations. A
-program takes a few columns, whole or walking down their rows. `proxprop.solvers.conjugate_gradients` is the plain twin.
+A step has two inner products and three updates of arrays `[groups, features, outputs]`, which are a dozen launches as
+torch operations. A program takes a few columns: whole ones where they are short, else some rows at a time.
+`proxprop.solvers.conjugate_gradients` is the plain twin.
 """
 
 import torch
@@ -13,7 +14,7 @@ from proxprop import tuning
 from proxprop.device import round_up
 from proxprop.kernels import split_fp16
 from proxprop.kernels.launch import launches, on_its_device
-from proxprop.kernels.split_fp16 import power, store_parts, unscaled
+from proxprop.kernels.split_fp16 import power, side_of, store_terms, unscaled
 from proxprop.kernels.stopping import (
     epsilon,
     flags,
@@ -27,89 +28,82 @@ from proxprop.kernels.stopping import (
 
 
 @triton.jit
-def _hand_over(
-    largest, SEARCH, DIAGONAL, PARTS_OF_SEARCH, UNSCALE, start, column, group, features, padded, wide,
-    PARTS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Store parts of the search direction, of which `largest` is the largest entry of each column."""
-    tl.debug_barrier()  # what other threads stored is read back
-    size = power(largest)
-    tl.store(UNSCALE + group * wide + column, unscaled(size), mask=column < wide)
-    for first in range(0, padded, ROWS):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < features)[:, None] & (column < wide)[None, :]
-        search = tl.load(SEARCH + start + row[:, None].to(tl.int64) * wide, mask=inside, other=0.0)
-        side = power(tl.sqrt(tl.load(DIAGONAL + group * features + row, mask=row < features, other=1.0)))
-        at = (
-            PARTS_OF_SEARCH
-            + group * PARTS * padded * wide
-            + row[:, None].to(tl.int64) * wide
-            + column[None, :]
-        )
-        inside = (row < padded)[:, None] & (column < wide)[None, :]
-        store_parts(search * side[:, None] / size[None, :], at, padded.to(tl.int64) * wide, inside, PARTS)
+def _side(DIAGONAL, row, features):
+    """The powers of two that these rows of S were divided by."""
+    return side_of(tl.load(DIAGONAL + row, mask=row < features, other=1.0))
 
 
 @triton.jit
-def _largest(largest, search, DIAGONAL, row, group, features):
-    """The largest entry so far of each column of the search direction, weighed by M's side."""
-    side = power(tl.sqrt(tl.load(DIAGONAL + group * features + row, mask=row < features, other=1.0)))
-    return tl.maximum(largest, tl.max(tl.abs(search) * side[:, None], axis=0))
+def _hand_over(
+    largest, SEARCH, DIAGONAL, TERMS_OF_SEARCH, UNSCALE, column, features, padded, wide,
+    TERMS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Store the terms of a group's search directions; `largest` is the largest scaled entry of each column."""
+    tl.debug_barrier()  # other threads stored what is read back here
+    size = power(largest)
+    in_column = column < wide
+    tl.store(UNSCALE + column, unscaled(size), mask=in_column)
+    for first in range(0, padded, ROWS):
+        row = first + tl.arange(0, ROWS)
+        at = row[:, None].to(tl.int64) * wide + column[None, :]
+        inside = (row < features)[:, None] & in_column[None, :]
+        search = tl.load(SEARCH + at, mask=inside, other=0.0) * _side(DIAGONAL, row, features)[:, None]
+        inside = (row < padded)[:, None] & in_column[None, :]
+        store_terms(search / size[None, :], TERMS_OF_SEARCH + at, padded.to(tl.int64) * wide, inside, TERMS)
+
+
+@triton.jit
+def _largest(largest, search, DIAGONAL, row, features):
+    """The largest entry of each column so far, after scaling as the rows of S."""
+    return tl.maximum(largest, tl.max(tl.abs(search) * _side(DIAGONAL, row, features)[:, None], axis=0))
 
 
 @triton.jit
 def _begin(
-    B, SEARCH, RESIDUAL, DIAGONAL, PARTS_OF_SEARCH, UNSCALE, SCALE, SQUARED, SPOILT, features, padded, outputs, wide,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    B, SEARCH, RESIDUAL, DIAGONAL, TERMS_OF_SEARCH, UNSCALE, SCALE, SQUARED, SPOILT, features, padded, outputs, wide,
+    TERMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The right-hand side, its columns brought to largest entries between 1 and 2, is residual and direction."""
+    """Scale each column of B to a largest entry between 1 and 2: the first residual and search direction."""
     group = tl.program_id(1).to(tl.int64)
     tl.store(SPOILT + group, 0)
+    B += group * features * outputs
+    SEARCH += group * features * wide
+    RESIDUAL += group * features * wide
+    DIAGONAL += group * features
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     in_column = column < wide
     largest = tl.zeros((COLUMNS,), tl.float32)
     for first in range(0, features, ROWS):
         row = first + tl.arange(0, ROWS)
         inside = (row < features)[:, None] & (column < outputs)[None, :]
-        at = B + (group * features + row[:, None]) * outputs + column[None, :]
-        largest = tl.maximum(largest, tl.max(tl.abs(tl.load(at, mask=inside, other=0.0)), axis=0))
+        at = row[:, None].to(tl.int64) * outputs + column[None, :]
+        largest = tl.maximum(largest, tl.max(tl.abs(tl.load(B + at, mask=inside, other=0.0)), axis=0))
     scale = power(largest)
-    start = group * features * wide + column[None, :]
     largest, squared = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
     for first in range(0, features, ROWS):
         row = first + tl.arange(0, ROWS)
         inside = (row < features)[:, None] & (column < outputs)[None, :]
-        at = B + (group * features + row[:, None]) * outputs + column[None, :]
-        search = tl.load(at, mask=inside, other=0.0) / scale[None, :]
+        at = row[:, None].to(tl.int64) * outputs + column[None, :]
+        search = tl.load(B + at, mask=inside, other=0.0) / scale[None, :]
         inside = (row < features)[:, None] & in_column[None, :]
-        tl.store(SEARCH + start + row[:, None].to(tl.int64) * wide, search, mask=inside)
-        tl.store(RESIDUAL + start + row[:, None].to(tl.int64) * wide, search, mask=inside)
+        at = row[:, None].to(tl.int64) * wide + column[None, :]
+        tl.store(SEARCH + at, search, mask=inside)
+        tl.store(RESIDUAL + at, search, mask=inside)
         squared += tl.sum(search * search, axis=0)
-        largest = _largest(largest, search, DIAGONAL, row, group, features)
+        largest = _largest(largest, search, DIAGONAL, row, features)
     tl.store(SCALE + group * wide + column, scale, mask=in_column)
     tl.store(SQUARED + group * wide + column, squared, mask=in_column)
     _hand_over(
-        largest,
-        SEARCH,
-        DIAGONAL,
-        PARTS_OF_SEARCH,
-        UNSCALE,
-        start,
-        column,
-        group,
-        features,
-        padded,
-        wide,
-        PARTS,
-        ROWS,
-    )
+        largest, SEARCH, DIAGONAL, TERMS_OF_SEARCH + group * TERMS * padded * wide, UNSCALE + group * wide,
+        column, features, padded, wide, TERMS, ROWS,
+    )  # fmt: skip
 
 
 @triton.jit
 def _note(length, squared, ENERGY, SMALLEST, LARGEST, SPOILT, at, inside, epsilon, FIRST: tl.constexpr):
-    """Keep what is known of each column after a step, and return the floor of its next residual.
+    """Note a step of each column, and return the square below which its next residual is noise.
 
-    SPOILT is set once a step was taken along a curvature below the rounding of S.
+    SPOILT is set once a step is taken along a curvature below the rounding of S.
     """
     energy, smallest, largest = length * squared, length, length
     if not FIRST:
@@ -126,12 +120,13 @@ def _note(length, squared, ENERGY, SMALLEST, LARGEST, SPOILT, at, inside, epsilo
 
 @triton.jit
 def _advance_whole(
-    SEARCH, S_SEARCH, RESIDUAL, D, DIAGONAL, PARTS_OF_SEARCH, UNSCALE, SCALE, SQUARED,
+    SEARCH, S_SEARCH, RESIDUAL, D, DIAGONAL, TERMS_OF_SEARCH, UNSCALE, SCALE, SQUARED,
     ENERGY, SMALLEST, LARGEST, SPOILT, damping, epsilon, features, padded, wide,
-    FIRST: tl.constexpr, LAST: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """`_advance` for columns that a program holds whole, so that nothing is read twice."""
+    """`_advance` for short columns, which a program holds whole: nothing is read twice."""
     group = tl.program_id(1).to(tl.int64)
+    DIAGONAL += group * features
     column, row = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, ROWS)
     in_column = column < wide
     at_column = group * wide + column
@@ -139,7 +134,7 @@ def _advance_whole(
     at = group * features * wide + row[:, None] * wide + column[None, :]
     search = tl.load(SEARCH + at, mask=inside, other=0.0)
     S_search = tl.load(S_SEARCH + at, mask=inside, other=0.0)
-    side = power(tl.sqrt(tl.load(DIAGONAL + group * features + row, mask=row < features, other=1.0)))
+    side = _side(DIAGONAL, row, features)
     unscale = tl.load(UNSCALE + at_column, mask=in_column, other=0.0)
     squared = tl.load(SQUARED + at_column, mask=in_column, other=0.0)
     if not FIRST:
@@ -170,23 +165,28 @@ def _advance_whole(
         search *= side[:, None]
         size = power(tl.max(tl.abs(search), axis=0))
         tl.store(UNSCALE + at_column, unscaled(size), mask=in_column)
-        at = PARTS_OF_SEARCH + group * PARTS * padded * wide + row[:, None] * wide + column[None, :]
-        store_parts(
-            search / size[None, :], at, padded * wide, (row < padded)[:, None] & in_column[None, :], PARTS
+        at = TERMS_OF_SEARCH + group * TERMS * padded * wide + row[:, None] * wide + column[None, :]
+        store_terms(
+            search / size[None, :], at, padded * wide, (row < padded)[:, None] & in_column[None, :], TERMS
         )
 
 
 @triton.jit
 def _advance(
-    SEARCH, S_SEARCH, RESIDUAL, D, DIAGONAL, PARTS_OF_SEARCH, UNSCALE, SCALE, SQUARED,
+    SEARCH, S_SEARCH, RESIDUAL, D, DIAGONAL, TERMS_OF_SEARCH, UNSCALE, SCALE, SQUARED,
     ENERGY, SMALLEST, LARGEST, SPOILT, damping, epsilon, features, padded, wide,
-    FIRST: tl.constexpr, LAST: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Take a step, some rows of a few columns at a time."""
     group = tl.program_id(1).to(tl.int64)
+    SEARCH += group * features * wide
+    S_SEARCH += group * features * wide
+    RESIDUAL += group * features * wide
+    D += group * features * wide
+    DIAGONAL += group * features
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     in_column = column < wide
     at_column = group * wide + column
-    start = group * features * wide + column[None, :]
     unscale = tl.load(UNSCALE + at_column, mask=in_column, other=0.0)
     squared = tl.load(SQUARED + at_column, mask=in_column, other=0.0)
 
@@ -194,8 +194,8 @@ def _advance(
     for first in range(0, features, ROWS):
         row = first + tl.arange(0, ROWS)
         inside = (row < features)[:, None] & in_column[None, :]
-        at = start + row[:, None].to(tl.int64) * wide
-        side = power(tl.sqrt(tl.load(DIAGONAL + group * features + row, mask=row < features, other=1.0)))
+        at = row[:, None].to(tl.int64) * wide + column[None, :]
+        side = _side(DIAGONAL, row, features)
         search = tl.load(SEARCH + at, mask=inside, other=0.0)
         S_search = tl.load(S_SEARCH + at, mask=inside, other=0.0) * unscale[None, :] * side[:, None]
         curvature += tl.sum(search * (damping * search + S_search), axis=0)
@@ -208,7 +208,7 @@ def _advance(
     for first in range(0, features, ROWS):
         row = first + tl.arange(0, ROWS)
         inside = (row < features)[:, None] & in_column[None, :]
-        at = start + row[:, None].to(tl.int64) * wide
+        at = row[:, None].to(tl.int64) * wide + column[None, :]
         search = tl.load(SEARCH + at, mask=inside, other=0.0)
         solution = length[None, :] * search
         if not FIRST:
@@ -217,7 +217,7 @@ def _advance(
             solution *= tl.load(SCALE + at_column, mask=in_column, other=1.0)[None, :]
         tl.store(D + at, solution, mask=inside)
         if not LAST:
-            side = power(tl.sqrt(tl.load(DIAGONAL + group * features + row, mask=row < features, other=1.0)))
+            side = _side(DIAGONAL, row, features)
             S_search = tl.load(S_SEARCH + at, mask=inside, other=0.0) * unscale[None, :] * side[:, None]
             residual = tl.load(RESIDUAL + at, mask=inside, other=0.0)
             residual -= length[None, :] * (damping * search + S_search)
@@ -236,7 +236,7 @@ def _advance(
         for first in range(0, features, ROWS):
             row = first + tl.arange(0, ROWS)
             inside = (row < features)[:, None] & in_column[None, :]
-            at = start + row[:, None].to(tl.int64) * wide
+            at = row[:, None].to(tl.int64) * wide + column[None, :]
             search = tl.load(SEARCH + at, mask=inside, other=0.0)
             residual = tl.load(RESIDUAL + at, mask=inside, other=0.0)
             if FIRST:
@@ -244,49 +244,44 @@ def _advance(
                 tl.store(RESIDUAL + at, residual, mask=inside)
             search = residual + ratio[None, :] * search
             tl.store(SEARCH + at, search, mask=inside)
-            largest = _largest(largest, search, DIAGONAL, row, group, features)
+            largest = _largest(largest, search, DIAGONAL, row, features)
         _hand_over(
-            largest, SEARCH, DIAGONAL, PARTS_OF_SEARCH, UNSCALE, start, column, group, features, padded, wide,
-            PARTS, ROWS,
+            largest, SEARCH, DIAGONAL, TERMS_OF_SEARCH + group * TERMS * padded * wide, UNSCALE + group * wide,
+            column, features, padded, wide, TERMS, ROWS,
         )  # fmt: skip
 
 
 @on_its_device
 def feature_cg(
-    S: Tensor, B: Tensor, damping: float, iterations: int, parts: int
+    S: Tensor, B: Tensor, damping: float, iterations: int, terms: int
 ) -> tuple[Tensor, Tensor | None]:
-    """`conjugate_gradients` in feature space, for one step length an output.
+    """Conjugate gradients in feature space, with a step length for each output.
 
     Args:
         S: `[groups, features, features]`, float32.
         B: `[groups, features, outputs]`, float32.
         damping: λ.
-        iterations: how many steps.
-        parts: 3 for products as accurate as float32's, 1 for products as accurate as TF32's.
+        iterations: number of steps.
+        terms: 3 for products as accurate as float32's, 1 for products as accurate as TF32's.
 
     Returns:
-        D `[groups, features, outputs]`, and for each group whether rounding of S may have spoilt it, as `flags` has it.
+        D `[groups, features, outputs]`, and for each group whether rounding of S may have spoilt it; see `flags`.
     """
     damping = float(damping)  # Triton specialises on integers; a float compiles once
     groups, features, outputs = B.shape
-    parts_of_S, diagonal = split_fp16.split(S, features, parts)
-    blocks = max(
-        1,
-        triton.cdiv(
-            outputs,
-            max(tuning.FEATURE_CG_LEAST_OUTPUTS, tuning.FEATURE_CG_MOST_NUMBERS // (groups * features)),
-        ),
-    )
+    terms_of_S, diagonal = split_fp16.split(S, features, terms)
+    most = max(tuning.FEATURE_CG_LEAST_OUTPUTS, tuning.FEATURE_CG_MOST_NUMBERS // (groups * features))
+    blocks = max(1, triton.cdiv(outputs, most))
     found = [
-        _solve(parts_of_S, diagonal, some, damping, iterations, parts)
+        _solve(terms_of_S, diagonal, some, damping, iterations, terms)
         for some in B.split(triton.cdiv(outputs, blocks), dim=-1)
     ]
     D = found[0][0] if len(found) == 1 else torch.cat([D for D, _ in found], dim=-1)
-    return D, flags([spoilt for _, spoilt in found], parts)
+    return D, flags([spoilt for _, spoilt in found], terms)
 
 
 def _solve(
-    parts_of_S: Tensor, diagonal: Tensor, B: Tensor, damping: float, iterations: int, parts: int
+    terms_of_S: Tensor, diagonal: Tensor, B: Tensor, damping: float, iterations: int, terms: int
 ) -> tuple[Tensor, Tensor]:
     """`feature_cg` for a block of outputs."""
     B = B.contiguous()
@@ -295,23 +290,23 @@ def _solve(
     whole = padded <= tuning.FEATURE_CG_WHOLE_ROWS
     columns = 4 if outputs < 256 else 8 if whole or outputs < 2048 else 16
     rows = triton.next_power_of_2(padded) if whole else tuning.FEATURE_CG_ROWS
-    shape = {"PARTS": parts, "ROWS": rows, "COLUMNS": columns, "num_warps": 4 if columns == 16 else 8}
+    shape = {"TERMS": terms, "ROWS": rows, "COLUMNS": columns, "num_warps": 4 if columns == 16 else 8}
     programs = (triton.cdiv(wide, columns), groups)
-    parts_of_search = B.new_empty(groups, parts * padded, wide, dtype=torch.float16)
+    terms_of_search = B.new_empty(groups, terms * padded, wide, dtype=torch.float16)
     search, residual, D = (B.new_empty(groups, features, wide) for _ in range(3))
     squared, scale, unscale, energy, smallest, largest = B.new_empty(6, groups, wide).unbind()
     spoilt_by = torch.empty(groups, dtype=torch.bool, device=B.device)
-    launch = launches("feature_cg", [B], iterations, parts)
+    launch = launches("feature_cg", [B], iterations, terms)
     launch(
         _begin, programs,
-        B, search, residual, diagonal, parts_of_search, unscale, scale, squared, spoilt_by,
+        B, search, residual, diagonal, terms_of_search, unscale, scale, squared, spoilt_by,
         features, padded, outputs, wide, **shape,
     )  # fmt: skip
     for step in range(iterations):
         launch(
             _advance_whole if whole else _advance, programs,
-            search, split_fp16.product(parts_of_S, parts_of_search), residual, D, diagonal, parts_of_search, unscale,
-            scale, squared, energy, smallest, largest, spoilt_by, damping, epsilon(parts), features, padded, wide,
+            search, split_fp16.product(terms_of_S, terms_of_search), residual, D, diagonal, terms_of_search, unscale,
+            scale, squared, energy, smallest, largest, spoilt_by, damping, epsilon(terms), features, padded, wide,
             FIRST=step == 0, LAST=step == iterations - 1, **shape,
         )  # fmt: skip
     return D[..., :outputs], spoilt_by

@@ -1,4 +1,4 @@
-"""Samples rotated in one launch; `proxprop.solvers.rotation.rotate` has the plain twin and the mathematics."""
+"""Rotate samples in one launch; `proxprop.solvers.rotation` has the mathematics and the plain twin."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ from proxprop.kernels.launch import launches, on_its_device
 
 @triton.jit
 def rotated(x, row, samples, root):
-    """Whole columns `[rows, columns]`, rotated; rows beyond the samples come out as anything."""
+    """Rotate whole columns `[rows, columns]`; rows beyond the samples are undefined."""
     is_first = row[:, None] == 0
     first = tl.sum(tl.where(is_first, x, 0.0), axis=0)
     y = tl.where((row < samples)[:, None], x - first[None, :], 0.0)
@@ -24,7 +24,7 @@ def rotated(x, row, samples, root):
 def _rotate_whole(
     X, OUT, samples, columns, group_stride, stride, root, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Some columns that a program holds whole, so that they are read once."""
+    """Rotate a few short columns, which a program holds whole: they are read once."""
     group = tl.program_id(1).to(tl.int64)
     row, column = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < samples)[:, None] & (column < columns)[None, :]
@@ -38,7 +38,7 @@ def _rotate_whole(
 def _rotate(
     X, OUT, samples, columns, group_stride, stride, root, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """`_rotate_whole` for columns of any length: a sum over all rows, then the rows less their shift."""
+    """Rotate a few columns of any length: sum over all rows, then shift the rows."""
     group = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there = column < columns

@@ -1,11 +1,11 @@
 """Products with a positive semidefinite matrix M on tensor cores, for the fused conjugate gradients.
 
-A float32 number is, but for its last two bits, the sum of two float16 numbers; of the four products of parts, three
-make MV about as accurate as a float32 product. They stand side by side along the inner dimension of one product with
-float32 sums. Where the caller allows TF32, one part is as much.
+The sum of two float16 numbers, high and low, has all but the last two bits of a float32 number. Three of the four
+products of such terms make MV about as accurate as a float32 product. The terms lie side by side along the inner
+dimension of one product with float32 sums. Where the caller allows TF32, the high terms are enough.
 
-Powers of two keep the parts in float16's range: M is scaled on both sides to a diagonal between 1 and 4, each column
-of V to a largest entry between 1 and 2. They are exact, and undone where the product is read.
+Powers of two keep the terms in float16's range. They scale M on both sides to a diagonal between 1 and 4, and each
+column of V to a largest entry between 1 and 2. They are exact, and are undone where the product is read.
 """
 
 import torch
@@ -17,6 +17,9 @@ from proxprop import tuning
 from proxprop.device import round_up
 from proxprop.kernels.launch import launches, with_rows
 
+M_SCALE, V_SCALE = tl.constexpr(4096.0), tl.constexpr(16384.0)
+"""Powers of two that bring the scaled entries of M and V near the top of float16's range."""
+
 
 @triton.jit
 def power(x):
@@ -27,27 +30,41 @@ def power(x):
 
 
 @triton.jit
-def store_parts(v, AT, between, inside, PARTS: tl.constexpr):
-    """Parts of numbers below 2: high, low and high, `between` numbers apart."""
-    v = v * 16384.0
-    high = v.to(tl.float16)
-    tl.store(AT, high, mask=inside)
-    if PARTS == 3:
-        tl.store(AT + between, (v - high.to(tl.float32)).to(tl.float16), mask=inside)
+def side_of(diagonal):
+    """The power of two that a row of M is divided by, given its diagonal entry; a column likewise."""
+    return power(tl.sqrt(diagonal))
+
+
+@triton.jit
+def _store(x, AT, between, inside, LOW: tl.constexpr, TERMS: tl.constexpr):
+    """Store the terms of x, `between` numbers apart: low in place `LOW` of three, and high elsewhere."""
+    high = x.to(tl.float16)
+    if TERMS == 3:
+        low = (x - high.to(tl.float32)).to(tl.float16)
+        tl.store(AT + LOW * between, low, mask=inside)
+        tl.store(AT + (1 - LOW) * between, high, mask=inside)
         tl.store(AT + 2 * between, high, mask=inside)
+    else:
+        tl.store(AT, high, mask=inside)
+
+
+@triton.jit
+def store_terms(v, AT, between, inside, TERMS: tl.constexpr):
+    """Store the terms of entries of V, which are below 2: high, low, high."""
+    _store(v * V_SCALE, AT, between, inside, 1, TERMS)
 
 
 @triton.jit
 def unscaled(size):
-    """What the product with parts of columns of this `size` is to be multiplied by, beside M's side."""
-    return size / 67108864.0  # 2²⁶: what M (4096) and V (16384) were multiplied by
+    """The factor that undoes the scaling of a column of V by its `size`; that of M's rows is undone apart."""
+    return size / (M_SCALE * V_SCALE)
 
 
 @triton.jit
 def _split_row(
-    M, DIAGONAL, PARTS_OF_M, size, stride, rows, padded, PARTS: tl.constexpr, COLUMNS: tl.constexpr
+    M, DIAGONAL, TERMS_OF_M, size, stride, rows, padded, TERMS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """A row of M, scaled, as parts side by side: low, high, high; zeros below the last."""
+    """Scale a row of M and store its terms: low, high, high. Rows below the last are zero."""
     row, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     inside = column < tl.where(row < size, size, 0)
@@ -57,28 +74,30 @@ def _split_row(
     own = tl.load(M + place.to(tl.int64) * (stride + 1))
     tl.store(DIAGONAL + group * size + place, own)
     m = tl.load(M + row.to(tl.int64) * stride + column, mask=inside, other=0.0)
-    m = m / power(tl.sqrt(own)) / power(tl.sqrt(diagonal)) * 4096.0
-    high = m.to(tl.float16)
-    at = PARTS_OF_M + (group * rows + row) * PARTS * padded + column
-    if PARTS == 3:
-        tl.store(at, (m - high.to(tl.float32)).to(tl.float16), mask=column < padded)
-        tl.store(at + padded, high, mask=column < padded)
-        tl.store(at + 2 * padded, high, mask=column < padded)
-    else:
-        tl.store(at, high, mask=column < padded)
+    m = m / side_of(own) / side_of(diagonal) * M_SCALE
+    _store(m, TERMS_OF_M + (group * rows + row) * TERMS * padded + column, padded, column < padded, 0, TERMS)
 
 
-def split(M: Tensor, rows: int, parts: int) -> tuple[Tensor, Tensor]:
-    """Parts of M `[groups, size, size]`, `[groups, rows, parts·padded]`, zero below M's rows, and its diagonal."""
+def split(M: Tensor, rows: int, terms: int) -> tuple[Tensor, Tensor]:
+    """Terms of M `[groups, size, size]`, and its diagonal.
+
+    Args:
+        M: positive semidefinite, float32.
+        rows: rows of the result; those beyond the rows of M are zero.
+        terms: 3 for products as accurate as float32's, 1 for products as accurate as TF32's.
+
+    Returns:
+        The terms `[groups, rows, terms·padded]`, and the diagonal `[groups, size]`.
+    """
     M = with_rows(M)
     groups, size, _ = M.shape
     padded = round_up(size, tuning.FP16_INNER_UNIT)
-    out = M.new_empty(groups, rows, parts * padded, dtype=torch.float16)
+    out = M.new_empty(groups, rows, terms * padded, dtype=torch.float16)
     diagonal = M.new_empty(groups, size)
-    launch = launches("halves.split", [M], rows, parts)
+    launch = launches("split_fp16.split", [M], rows, terms)
     launch(
         _split_row, (rows, groups), M, diagonal, out, size, M.stride(1), rows, padded,
-        PARTS=parts, COLUMNS=triton.next_power_of_2(padded),
+        TERMS=terms, COLUMNS=triton.next_power_of_2(padded),
     )  # fmt: skip
     return out, diagonal
 

@@ -1,7 +1,7 @@
-"""When the conjugate-gradient kernels end a column's iteration: the rules of `proxprop.solvers.conjugate_gradients`.
+"""When the conjugate-gradient kernels stop a column: the rules of `proxprop.solvers.conjugate_gradients`.
 
-A residual is noise below `ROUNDING·ε` of what the steps so far make of it, `√(energy/smallest step)`. A column whose
-square is zero has stopped. Comparisons are written so that NaN is let through.
+A residual is noise below `ROUNDING·ε` times the size that the steps so far give it, `√(energy/smallest step)`. A column
+whose square is zero has stopped. Comparisons are written so that NaN passes through.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from proxprop.device import TF32_ROUNDING
 from proxprop.solvers.conjugate_gradients import HIDDEN, NEAR, ROUNDING, SPOILT
 
 _ROUNDING, _SPOILT = tl.constexpr(ROUNDING), tl.constexpr(SPOILT)
@@ -18,12 +19,12 @@ _HIDDEN, _NEAR = tl.constexpr(HIDDEN), tl.constexpr(NEAR)
 
 
 def epsilon(terms: int) -> float:
-    """The rounding of a product of so many float16 terms."""
-    return 2.0**-23 if terms == 3 else 2.0**-11
+    """ε of a product in so many float16 terms: float32's for 3, TF32's for 1."""
+    return torch.finfo(torch.float32).eps if terms == 3 else TF32_ROUNDING
 
 
 def flags(found: Sequence[Tensor], terms: int) -> Tensor | None:
-    """For each group whether a block of its outputs was flagged; None where the caller allows TF32's few digits."""
+    """Whether a block of a group's outputs was flagged, for each group; None where the caller allows TF32."""
     if terms == 1:
         return None
     return found[0] if len(found) == 1 else torch.stack(list(found)).any(0)
@@ -31,7 +32,7 @@ def flags(found: Sequence[Tensor], terms: int) -> Tensor | None:
 
 @triton.jit
 def step_length(squared, curvature, damping):
-    """`squared / curvature`, held to what is possible: rounding must neither turn a step around nor overshoot."""
+    """`squared / curvature`, between 0 and 1/λ: rounding must neither reverse a step nor lengthen it beyond reason."""
     length = tl.where(curvature == 0, 1.0 / damping, squared / curvature)
     length = tl.where(length > 1.0 / damping, 1.0 / damping, length)
     return tl.where(length < 0, 0.0, length)
@@ -39,13 +40,13 @@ def step_length(squared, curvature, damping):
 
 @triton.jit
 def share_of(overlap, squared):
-    """What to take of the first residual off the second: rounding of the step's length leaves some of it."""
+    """The share of the first residual to subtract from the second; rounding of the step length leaves it there."""
     return tl.where(squared == 0, 0.0, overlap / squared)
 
 
 @triton.jit
 def still_going(squared, floor, before, length):
-    """The new residual's square; zero where it is noise, or where the column had stopped before."""
+    """The new residual's square; zero where the residual is noise or the column has stopped."""
     return tl.where((squared <= floor) | (before == 0) | (length == 0), 0.0, squared)
 
 
@@ -57,7 +58,7 @@ def floor_of(energy, smallest, epsilon):
 
 @triton.jit
 def smaller(smallest, length):
-    """The smallest step so far; one that was not taken does not count."""
+    """The smallest step so far; steps of length zero do not count."""
     return tl.where((length > 0) & (length < smallest), length, smallest)
 
 
@@ -69,5 +70,5 @@ def spoilt(largest, smallest, epsilon):
 
 @triton.jit
 def hidden(noise, squared, energy, smallest, damping):
-    """Whether more may hide below the rounding of K than a column close to it can do without."""
+    """Whether the rounding of K may hide too much of a column whose residual is close to that rounding."""
     return (_HIDDEN * _HIDDEN * noise / (damping * damping) > energy * smallest) & (squared <= _NEAR * noise)

@@ -1,13 +1,13 @@
 """`leftᵀ·right` of float32 matrices on a GPU's tensor cores, as accurate as a float32 product.
 
-A float32 number is the sum of three bfloat16 numbers of eight bits each, exactly if above 1e-33. Of
-the nine products of parts, six reach as far as float32's last bit; they stand above one another along the inner
-dimension of one bfloat16 product with float32 sums, the smallest first: six times the work at fifteen times the rate.
-Where they would take much memory, two products of three share what stands there twice.
+A float32 number above 1e-33 is exactly the sum of three bfloat16 terms of eight bits each. Six of the nine products of
+terms reach float32's last bit. Their operands are stacked along the inner dimension of one bfloat16 product with
+float32 sums, the smallest terms first: six times the work at fifteen times the rate. Where the stacks would take much
+memory, two products share the terms that one product would hold twice.
 
-Tensor cores cut off what they add to a sum rather than round it, so that long sums come out too small; long inner
-dimensions are therefore summed in pieces. Where both factors came in bfloat16, their own rounding is far above that,
-and there is one product as in BackProp.
+Tensor cores truncate when they add to a sum, so long sums come out too small. Therefore long inner dimensions are
+summed in pieces. Operands that come in bfloat16 have far larger rounding of their own: for two of them there is one
+product, as in BackProp.
 """
 
 from dataclasses import dataclass
@@ -22,34 +22,39 @@ from proxprop import device, tuning
 from proxprop.solvers.memory import in_huge_pages, is_transformed
 
 LEFT, RIGHT = (0, 2, 1, 0, 1, 0), (2, 0, 1, 1, 0, 0)
-"""Which parts meet, counted from the largest."""
+"""Terms of left and right that are multiplied with each other, counted from the largest."""
 
 LEFT_IN_TWO, RIGHT_IN_TWO = (2, 1, 0, 0), (0, 1, 0, 1, 2)
-"""The same in two products of three: the first blocks of left meet the last of right, then the last the first."""
+"""The same terms for two products of three: first three of left with last three of right, then last with first."""
 
 WALK = (0, 2, 0, 1, 1, 0, 0)
-"""Each of those pairs stands side by side in it once: where left is right, one stack of parts holds both factors."""
+"""Order in which every pair of LEFT and RIGHT is adjacent once, so that one stack holds both operands of a square."""
 
 SMALLEST_FIRST = (2, 1, 0)
+"""Terms of an operand whose partner is bfloat16 and has one term."""
 
 
 def transposed_product(left: Tensor, right: Tensor | None = None, precise: bool = False) -> Tensor:
     """`leftᵀ·right [m, n]` for left `[rows, m]` and right `[rows, n]` or left; in float32 where one is bfloat16.
 
     Args:
-        left: first factor, freed before the product where the caller does not keep it and it is taken in parts.
-        right: second factor, likewise.
+        left: first operand. If the caller does not keep it and it is split into terms, it is freed before the product.
+        right: second operand, likewise; left if None.
         precise: whether TF32 is not enough, even where the caller allows it.
     """
-    factors = [left] if right is None else [left, right]
+    operands = [left] if right is None else [left, right]
     del left, right
-    flops = 2.0 * factors[0].numel() * factors[-1].shape[1]
-    return in_parts(lambda a, b, total: multiply(a.mT, b, total), factors, flops, precise)
+    flops = 2.0 * operands[0].numel() * operands[-1].shape[1]
+    return in_terms(lambda a, b, total: multiply(a.mT, b, total), operands, flops, precise)
 
 
 @dataclass(frozen=True)
 class PendingProduct:
-    """A product on a GPU, all but multiplied: the sum of products of these pairs `[m, rows]` and `[rows, n]`."""
+    """A product on a GPU that is yet to be multiplied.
+
+    Attributes:
+        pairs: operands `[m, rows]` and `[rows, n]`; the sum of their products is the result.
+    """
 
     pairs: list[tuple[Tensor, Tensor]]
 
@@ -65,12 +70,11 @@ class PendingProduct:
 
 
 def pending_product(left: Tensor, right: Tensor) -> PendingProduct:
-    """`transposed_product`, to be multiplied later; float32 numbers that are taken in terms are split now."""
+    """Prepare `transposed_product` for later: operands are split into terms now."""
     flops = 2.0 * left.numel() * right.shape[1]
-    if torch.bfloat16 in (left.dtype, right.dtype) or not _parts_pay(left, right, flops, precise=False):
+    if torch.bfloat16 in (left.dtype, right.dtype) or not _terms_pay(left, right, flops, precise=False):
         return PendingProduct([(left.to(wide(left)).mT, right.to(wide(right)))])
-    pieces = zip(left.split(tuning.TERMS_LONGEST_SUM), right.split(tuning.TERMS_LONGEST_SUM), strict=True)
-    return PendingProduct([(a.mT, b) for piece in pieces for a, b in _stacks(*piece)])
+    return PendingProduct([(a.mT, b) for piece in _pieces([left, right]) for a, b in _stacks(*piece)])
 
 
 def times(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
@@ -81,18 +85,17 @@ def times(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _is_one_matrix(array: Tensor) -> bool:
-    """Whether a product should be one of matrices, not a batched one, since there is one group.
+    """Whether to multiply matrices rather than batches, because a compiler is at work and there is one group.
 
-    Under a compiler: Inductor's template for a batched product on a CPU fails where several operations read the result
-    (torch 2.13).
+    Inductor's template for a batched product on a CPU fails where several operations read the result (torch 2.13).
     """
     return torch.compiler.is_compiling() and array.dim() == 3 and len(array) == 1
 
 
 def square(A: Tensor) -> Tensor:
     """`AAᵀ [groups, samples, samples]` for A `[groups, samples, features]`; in float32 where A is bfloat16."""
-    if _half_pays(A, A.shape[-2]):
-        return _half(A.to(wide(A)))
+    if _symmetry_pays(A, A.shape[-2]):
+        return _symmetric(A.to(wide(A)))
     large = 2.0 * A.numel() * A.shape[1] > tuning.SQUARE_LEAST_FLOPS
     if A.is_cuda and len(A) == 1 and large and A.dtype != torch.bfloat16:
         return transposed_product(A[0].mT.contiguous())[None]
@@ -101,8 +104,8 @@ def square(A: Tensor) -> Tensor:
 
 def transposed_square(A: Tensor) -> Tensor:
     """`AᵀA [groups, features, features]` for A `[groups, samples, features]`; in float32 where A is bfloat16."""
-    if _half_pays(A, A.shape[-1]):
-        return _half(A.mT.to(wide(A)))
+    if _symmetry_pays(A, A.shape[-1]):
+        return _symmetric(A.mT.to(wide(A)))
     if len(A) > 1:
         return multiply(A.mT, A)
     float16_pays = (
@@ -112,10 +115,10 @@ def transposed_square(A: Tensor) -> Tensor:
 
 
 def square_in_float16(A: Tensor) -> Tensor:
-    """`AᵀA [features, features]` of A `[samples, features]`, as accurate as TF32's.
+    """`AᵀA [features, features]` for A `[samples, features]`, as accurate as in TF32.
 
-    Float16 has as many bits, and by columns a GPU multiplies it over twice as fast. A power of two brings the largest
-    number to 2¹⁴; then those are lost that are below 2⁻³⁸ of it.
+    Float16 has as many bits as TF32, and a GPU multiplies its columns over twice as fast. A power of two scales the
+    largest number to about 2¹⁴. Numbers below 2⁻³⁸ of the largest are lost.
     """
     _, exponent = torch.frexp(torch.linalg.vector_norm(A, torch.inf))
     exponent = exponent.clamp(min=-48) - 14
@@ -124,19 +127,18 @@ def square_in_float16(A: Tensor) -> Tensor:
 
 
 def wide(array: Tensor) -> torch.dtype:
-    """The precision of sums over an array: float32, or float64 where it is."""
+    """The precision of sums over an array: float64 for float64, else float32."""
     return torch.promote_types(array.dtype, torch.float32)
 
 
-def _half_pays(A: Tensor, size: int) -> bool:
-    """Whether half of a symmetric product of this size is less work than the whole, rather than more calls."""
-    return (
-        A.device.type == "cpu" and size >= 2 * tuning.CPU_SQUARE_BLOCK and not torch.compiler.is_compiling()
-    )
+def _symmetry_pays(A: Tensor, size: int) -> bool:
+    """Whether to compute only half of a symmetric product of this size; for small ones the calls cost more."""
+    large = size >= 2 * tuning.CPU_SQUARE_BLOCK
+    return large and A.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def _half(left: Tensor) -> Tensor:
-    """`left·leftᵀ` by the blocks on and below its diagonal, which are then mirrored."""
+def _symmetric(left: Tensor) -> Tensor:
+    """`left·leftᵀ`, computed on and below the diagonal, by blocks of columns, and mirrored."""
     size = left.shape[-2]
     product = left.new_empty(*left.shape[:-1], size)
     for start in range(0, size, tuning.CPU_SQUARE_BLOCK):
@@ -148,114 +150,118 @@ def _half(left: Tensor) -> Tensor:
 
 
 class Product(Protocol):
-    """A product that sums over the rows of its factors."""
+    """A product that sums over the rows of its operands."""
 
     def __call__(self, left: Tensor, right: Tensor, total: Tensor | None) -> Tensor:
-        """Return it, or add it to a total and return that."""
+        """Return the product, or add it to a total and return the total."""
 
 
-def in_parts(product: Product, factors: list[Tensor], flops: float, precise: bool = False) -> Tensor:
-    """A product, taken over parts where that is faster.
+def in_terms(product: Product, operands: list[Tensor], flops: float, precise: bool = False) -> Tensor:
+    """Multiply, in bfloat16 terms where they are faster.
 
     Args:
-        product: of two factors, or of as many rows of parts above one another.
-        factors: `[rows, m]` and `[rows, n]`, or one that is both: then they share parts. The list is emptied, so that
-            what nobody else keeps is freed before the product of its last piece.
-        flops: of the product.
+        product: multiplies two operands, or stacks of their terms.
+        operands: `[rows, m]` and `[rows, n]`, or one matrix that is both. The list is emptied, so that operands nobody
+            else keeps are freed before the last product.
+        flops: FLOPs of the product.
         precise: whether TF32 is not enough, even where the caller allows it.
     """
-    if not _parts_pay(factors[0], factors[-1], flops, precise):
-        factors = [factor.to(wide(factors[0])) for factor in factors]
-        return product(factors[0], factors[-1], None)
-    if all(factor.dtype == torch.bfloat16 for factor in factors):
-        return product(factors[0], factors[-1], None)
-    pieces = list(zip(*(factor.split(tuning.TERMS_LONGEST_SUM) for factor in factors), strict=True))
-    factors.clear()
+    if not _terms_pay(operands[0], operands[-1], flops, precise):
+        operands = [operand.to(wide(operands[0])) for operand in operands]
+        return product(operands[0], operands[-1], None)
+    if all(operand.dtype == torch.bfloat16 for operand in operands):
+        return product(operands[0], operands[-1], None)
+    pieces = _pieces(operands)
+    operands.clear()
     total: Tensor | None = None
     while pieces:
         for left, right in _stacks(*pieces.pop(0)):
             total = product(left, right, total)
-        del left, right  # before there are the next
+        del left, right  # before the next stacks are made
     assert total is not None
     return total
 
 
+def _pieces(operands: list[Tensor]) -> list[tuple[Tensor, ...]]:
+    """The operands, cut into as many rows as tensor cores should sum at once."""
+    return list(zip(*(operand.split(tuning.TERMS_LONGEST_SUM) for operand in operands), strict=True))
+
+
 def multiply(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
-    """`left·right`, with float32 sums of bfloat16 or float16 products; matrices can add it to a total."""
+    """`left·right`, with float32 sums of bfloat16 or float16 products; that of matrices can be added to a total."""
     if _is_one_matrix(left):
         return multiply(left[0], right[0])[None]
-    half = left.dtype in (torch.bfloat16, torch.float16)
-    # torch has products with sums of another precision on a GPU alone, and can't count their FLOPs
-    if half and (is_transformed(left) or not left.is_cuda):
-        left, right, half = left.float(), right.float(), False
+    short = left.dtype in (torch.bfloat16, torch.float16)
+    # torch has products with float32 sums of 16-bit numbers on a GPU only, and can't count their FLOPs
+    if short and (is_transformed(left) or not left.is_cuda):
+        left, right, short = left.float(), right.float(), False
     product = torch.bmm if left.dim() == 3 else torch.mm
     if total is None:
-        if half:
+        if short:
             return product(left, right, out_dtype=torch.float32)
         return product(left, right, out=_large_array(left, right))
-    if half:
+    if short:
         return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     return total.addmm_(left, right)
 
 
 def _large_array(left: Tensor, right: Tensor) -> Tensor | None:
-    """Where to write a large product on a CPU; None where torch is to find the memory."""
+    """Memory for a large product on a CPU; None where torch should find the memory."""
     if left.device.type != "cpu" or torch.compiler.is_compiling():
         return None
     shape = *left.shape[:-1], right.shape[-1]
-    if (
-        prod(shape) * left.element_size() < tuning.HUGE_PAGE_LEAST_BYTES
-        or is_transformed(left)
-        or is_transformed(right)
-    ):
+    small = prod(shape) * left.element_size() < tuning.HUGE_PAGE_LEAST_BYTES
+    if small or is_transformed(left) or is_transformed(right):
         return None
     return in_huge_pages(left.new_empty(shape))
 
 
 def _stacks(left: Tensor, right: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
-    """Bfloat16 factors whose products add up to that of left and right, or left; a bfloat16 number has one part."""
+    """Stacks of bfloat16 terms whose products add up to that of left and right (left if None).
+
+    A bfloat16 number is its own only term.
+    """
     rows = len(left)
     if right is None:
-        parts = _split(left, WALK)
-        return [(parts[:-rows], parts[rows:])]
+        stack = _split(left, WALK)
+        return [(stack[:-rows], stack[rows:])]
     if left.dtype == torch.bfloat16:
         return [(left.repeat(3, 1), _split(right, SMALLEST_FIRST))]
     if right.dtype == torch.bfloat16:
         return [(_split(left, SMALLEST_FIRST), right.repeat(3, 1))]
     if not _two_pay(left, right):
         return [(_split(left, LEFT), _split(right, RIGHT))]
-    if left.shape[1] < right.shape[1]:  # then right is held in fewer blocks
+    if left.shape[1] < right.shape[1]:  # the operand with more columns is held in fewer terms
         return [(b, a) for a, b in _in_two(right, left)]
     return _in_two(left, right)
 
 
 def _in_two(left: Tensor, right: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Stacks that share their blocks, each of which begins where a GPU likes it to."""
+    """Operands of two products that share their terms, each of which begins at an aligned row."""
     rows = device.round_up(len(left), tuning.ALIGNED)
     left, right = _split(left, LEFT_IN_TWO, rows), _split(right, RIGHT_IN_TWO, rows)
     return [(left[:-rows], right[2 * rows :]), (left[rows:], right[: 3 * rows])]
 
 
 def _two_pay(left: Tensor, right: Tensor) -> bool:
-    """Whether parts in one stack would take much memory, also beside their product."""
+    """Whether the stacks of one product would take much memory, also compared with the product."""
     stacked = torch.bfloat16.itemsize * len(LEFT) * (left.numel() + right.numel())
-    return stacked >= max(
-        tuning.TERMS_LEAST_SPLIT_BYTES, left.element_size() * left.shape[1] * right.shape[1] // 2
-    )
+    product = left.element_size() * left.shape[1] * right.shape[1]
+    return stacked >= max(tuning.TERMS_LEAST_SPLIT_BYTES, product // 2)
 
 
 def _split(x: Tensor, order: tuple[int, ...], rows: int | None = None) -> Tensor:
-    """`plain_parts`, by a kernel where there is Triton."""
+    """Split x into a stack of bfloat16 terms; `plain_terms` without Triton."""
     rows = len(x) if rows is None else rows
     if not device.use_triton(x):
-        return plain_parts(x, order, rows)
+        return plain_terms(x, order, rows)
     from proxprop.kernels import split_bf16
 
-    return split_bf16.parts(x, order, rows)
+    return split_bf16.terms(x, order, rows)
 
 
-def _parts_pay(left: Tensor, right: Tensor, flops: float, precise: bool) -> bool:
-    """Whether torch would multiply on float32 units what tensor cores do faster in parts, or less precisely."""
+def _terms_pay(left: Tensor, right: Tensor, flops: float, precise: bool) -> bool:
+    """Whether tensor cores multiply terms faster, or more precisely, than torch multiplies the float32 numbers."""
     if not left.is_cuda or torch.compiler.is_compiling():
         return False
     if torch.bfloat16 in (left.dtype, right.dtype):
@@ -266,15 +272,17 @@ def _parts_pay(left: Tensor, right: Tensor, flops: float, precise: bool) -> bool
     return device.has_fast_bfloat16(left) and device.use_triton(right)
 
 
-def plain_parts(x: Tensor, order: tuple[int, ...], rows: int) -> Tensor:
-    """Bfloat16 parts of x `[up to rows, columns]` in this order, above one another: `[len(order)·rows, columns]`.
+def plain_terms(x: Tensor, order: tuple[int, ...], rows: int) -> Tensor:
+    """Bfloat16 terms of x `[up to rows, columns]` in this order, stacked: `[len(order)·rows, columns]`.
 
-    Each has zeros behind the rows of x.
+    Rows of each term beyond the rows of x are zero.
     """
-    x, found = functional.pad(x, (0, 0, 0, rows - len(x))) if rows > len(x) else x, []
+    if rows > len(x):
+        x = functional.pad(x, (0, 0, 0, rows - len(x)))
+    terms = []
     for _ in range(2):
         head = (x.view(torch.int32) & -65536).view(torch.float32)  # the leading eight bits
-        found.append(head.bfloat16())
+        terms.append(head.bfloat16())
         x = x - head
-    found.append(x.bfloat16())
-    return torch.cat([found[part] for part in order])
+    terms.append(x.bfloat16())
+    return torch.cat([terms[term] for term in order])

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from proxprop import tuning
-from proxprop.solvers.matmul import in_parts, multiply, wide
+from proxprop.solvers.matmul import in_terms, multiply, wide
 from proxprop.transfer.conv_geometry import Axis, kept, seen
 
 
@@ -52,7 +52,7 @@ def gram(x: Tensor, axes: list[Axis], most: int = tuning.IMAGE_ROWS_BLOCK_NUMBER
         S = torch.cat(blocks).reshape(channels * lags * width.taps, -1)
         return S if total is None else total.add_(S)
 
-    S = in_parts(product, [_rows(x, lags)], flops(axes, batch, channels))
+    S = in_terms(product, [_rows(x, lags)], flops(axes, batch, channels))
     return torch.where(_upper(channels, lags, width.taps, x.device), S, S.mT)[None]
 
 
