@@ -15,7 +15,7 @@ from proxprop.solvers import (
     Plan,
     PreparedSolve,
     ProductSolve,
-    plan,
+    choose_plan,
 )
 from proxprop.solvers.matmul import PendingProduct, wide
 from proxprop.solvers.memory import is_transformed
@@ -49,7 +49,7 @@ def planned(transfer: Transfer, settings: Settings) -> Plan:
     costs = method.flops, method.price, transfer.own_price()
     pinned = settings.space if settings.space in transfer.spaces else None  # a bias alone has no sample space
     question = transfer.sizes, settings.solver, pinned, transfer.spaces, *costs
-    return plan(*question) if torch.compiler.is_compiling() else remembered_plan(*question)
+    return choose_plan(*question) if torch.compiler.is_compiling() else remembered_plan(*question)
 
 
 def described(transfer: Transfer, settings: Settings, like: Tensor) -> Plan:

@@ -12,7 +12,7 @@ from cases import CROSSED_SOLVERS, assert_directions, by_name, oracle, randn
 from layers import CASES, INDEX, Calls, Case, converted, fresh
 from proxprop import CG, Exact
 from proxprop.nn import TABLE, ProximalLayer
-from proxprop.solvers import Sizes, Solver, plan
+from proxprop.solvers import Sizes, Solver, choose_plan
 
 
 def compatibility(case: Case):
@@ -149,7 +149,7 @@ def test_table_and_plans_know_every_kind() -> None:
         assert layer.plain is plain
         assert issubclass(layer, plain)
         sizes = Sizes(1, 4, 3, 2)
-        assert plan(sizes, CG(2), available=layer.spaces).space in layer.spaces
+        assert choose_plan(sizes, CG(2), available=layer.spaces).space in layer.spaces
 
 
 def test_stand_in_tensors_leave_nothing_behind_for_real_ones() -> None:

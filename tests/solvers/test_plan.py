@@ -11,7 +11,7 @@ import proxprop
 from proxprop import CG, Exact
 from proxprop.direction import planned
 from proxprop.settings import Settings
-from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Sizes, plan
+from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Sizes, choose_plan
 from proxprop.transfer import LinearTransfer
 
 
@@ -22,20 +22,20 @@ from proxprop.transfer import LinearTransfer
     (Sizes(1, 512_000, 76, 16), Exact(), FEATURE),
     (Sizes(1, 4096, 4096, 64), CG(1), MATRIX_FREE),
 ])  # fmt: skip
-def test_choices(sizes, solver, space) -> None:
-    assert plan(sizes, solver).space == space
+def test_the_cheapest_space_is_chosen_for_typical_sizes(sizes, solver, space) -> None:
+    assert choose_plan(sizes, solver).space == space
 
 
 @given(sizes=st.builds(Sizes, *[st.integers(1, 5000)] * 4), k=st.integers(1, 20))
 def test_no_space_is_cheaper_than_the_chosen_one(sizes, k) -> None:
     for solver in (CG(k), Exact()):
-        chosen = plan(sizes, solver)
+        chosen = choose_plan(sizes, solver)
         assert chosen.flops == min(cost.flops for cost in chosen.costs.values())
 
 
 def test_flops_are_the_documented_ones() -> None:
     N, n, m, k = 500, 3073, 4000, 3
-    costs = plan(Sizes(1, N, n, m), CG(k)).costs
+    costs = choose_plan(Sizes(1, N, n, m), CG(k)).costs
     assert costs[SAMPLE].flops == 2 * N**2 * n + 2 * k * N**2 * m
     assert costs[FEATURE].flops == 2 * N * n**2 + 2 * k * n**2 * m
     assert costs[MATRIX_FREE].flops == 4 * k * N * n * m
@@ -43,27 +43,27 @@ def test_flops_are_the_documented_ones() -> None:
 
 def test_a_plan_prints_its_reasons_and_can_be_pinned() -> None:
     sizes = Sizes(1, 10, 100, 5)
-    assert str(plan(sizes, CG(2))).startswith(
+    assert str(choose_plan(sizes, CG(2))).startswith(
         "sample (fewest FLOPs; beyond BackProp: sample 0.733x, matrix_free"
     )
-    pinned = plan(sizes, CG(2), FEATURE)
+    pinned = choose_plan(sizes, CG(2), FEATURE)
     assert pinned.space == FEATURE
     assert str(pinned).startswith("feature (pinned; ")
 
 
-def test_prices_turn_the_choice_and_are_said() -> None:
+def test_prices_change_the_choice_and_are_named() -> None:
     sizes = Sizes(1, 5000, 4001, 1000)
-    assert plan(sizes, CG(3)).space == MATRIX_FREE
-    priced = plan(sizes, CG(3), own_price=2.0)
+    assert choose_plan(sizes, CG(3)).space == MATRIX_FREE
+    priced = choose_plan(sizes, CG(3), own_price=2.0)
     assert priced.space == FEATURE
     assert str(priced).startswith("feature (fewest FLOPs by their price on this device; ")
-    assert priced.costs[MATRIX_FREE].flops == plan(sizes, CG(3)).costs[MATRIX_FREE].flops
-    assert plan(sizes, CG(3), gram_flops=1e9, own_price=2.0).space == FEATURE
-    assert plan(sizes, CG(3), gram_flops=1e9, gram_price=1000.0, own_price=2.0).space == SAMPLE
+    assert priced.costs[MATRIX_FREE].flops == choose_plan(sizes, CG(3)).costs[MATRIX_FREE].flops
+    assert choose_plan(sizes, CG(3), gram_flops=1e9, own_price=2.0).space == FEATURE
+    assert choose_plan(sizes, CG(3), gram_flops=1e9, gram_price=1000.0, own_price=2.0).space == SAMPLE
 
 
 @pytest.mark.parametrize(("dtype", "space"), [(torch.float32, MATRIX_FREE), (torch.bfloat16, FEATURE)])
-def test_a_gpu_makes_S_of_bfloat16_inputs_rather_than_copy_them_to_float32(
+def test_a_gpu_forms_S_of_bfloat16_inputs_rather_than_copy_them_to_float32(
     dtype: torch.dtype, space: str
 ) -> None:
     with FakeTensorMode():
@@ -141,7 +141,7 @@ class TwoInputs(nn.Module):
 @pytest.mark.parametrize(
     "example", [(torch.ones(2, 3), torch.ones(2, 3)), {"left": torch.ones(2, 3), "right": torch.ones(2, 3)}]
 )
-def test_summary_takes_several_arguments_and_tells_what_was_not_reached(example) -> None:
+def test_summary_takes_several_arguments_and_names_layers_that_were_not_reached(example) -> None:
     rows = proxprop.summary(proxprop.convert(TwoInputs()), example).rows
     assert [row.reason[:27] for row in rows] == [
         "",
@@ -150,7 +150,7 @@ def test_summary_takes_several_arguments_and_tells_what_was_not_reached(example)
     ]
 
 
-def test_a_solver_of_ones_own_need_not_be_hashable() -> None:
+def test_a_users_solver_need_not_be_hashable() -> None:
     class Mine(Exact):
         __hash__ = None
 

@@ -1,6 +1,6 @@
-"""Solve `(λI + AᵀA) D = AᵀG` in whichever space is cheapest. Nothing here knows a layer.
+"""Solve `(λI + AᵀA) D = AᵀG` in the cheapest space. Nothing here knows a layer.
 
-Shapes, everywhere in this package:
+Shapes in this package:
 
     A  [groups, samples, features]   rows; a bias is a last feature that is 1 in every row
     G  [groups, samples, outputs]    gradient of the loss at the layer's output
@@ -13,7 +13,7 @@ Shapes, everywhere in this package:
 
 from proxprop.solvers.cg import CG
 from proxprop.solvers.exact import Exact
-from proxprop.solvers.plan import Plan, plan
+from proxprop.solvers.plan import Plan, choose_plan
 from proxprop.solvers.solver import (
     DIAGONAL,
     FEATURE,
@@ -41,5 +41,5 @@ __all__ = [
     "Sizes",
     "Solution",
     "Solver",
-    "plan",
+    "choose_plan",
 ]

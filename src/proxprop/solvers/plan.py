@@ -1,4 +1,4 @@
-"""Which space to solve in: one function that can be asked, and says why."""
+"""Which space to solve in, and why."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -14,7 +14,7 @@ class Cost:
     Attributes:
         flops: FLOPs.
         numbers: numbers stored.
-        effort: FLOPs by what they cost on this device, in FLOPs of a product with K or S; what is compared.
+        effort: FLOPs weighted by their price on this device, in FLOPs of a product with K or S. Efforts are compared.
     """
 
     flops: float
@@ -28,14 +28,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class Plan:
-    """A choice of space and what it rests on.
+    """A choice of space, and the costs behind it.
 
     Attributes:
         space: where the system is solved: "sample", "feature", "matrix_free", or "diagonal" in closed form.
         sizes: the system's sizes.
         costs: cost of every space the solver can work in.
         pinned: whether the user chose, rather than the cost model.
-        backend: what solves there, and in feature space how S is formed; empty where nobody asked.
+        backend: what solves in this space, and in feature space how S is formed; empty if not asked for.
     """
 
     space: str
@@ -68,7 +68,7 @@ class Plan:
         return f"{self.space} ({how}; beyond BackProp: {costs})"
 
 
-def plan(
+def choose_plan(
     sizes: Sizes,
     solver: Solver,
     space: str | None = None,
@@ -77,26 +77,26 @@ def plan(
     gram_price: float = 1.0,
     own_price: float = 1.0,
 ) -> Plan:
-    """Choose the space with the fewest FLOPs, or the one that was asked for.
+    """Choose the space with the fewest FLOPs, or the pinned one.
 
-    With N samples, n features and m outputs a space costs, beyond BackProp's `6Nnm`, its Gram matrix
-    (`2N²n` for K, `2Nn²` for S, nothing matrix-free) and the solver's own work.
+    With N samples, n features and m outputs, a space costs its Gram matrix (`2N²n` for K, `2Nn²` for S, nothing
+    matrix-free) and the solver's own work, beyond BackProp's `6Nnm`.
 
     Args:
         sizes: the system's sizes, features counted with the ones column.
-        solver: says which spaces it can work in and what it costs there.
-        space: pin this space instead of choosing.
+        solver: has the spaces it can work in and its FLOPs there.
+        space: the pinned space; None to choose.
         available: the spaces that the layer has.
-        gram_flops: what S costs, where the layer has a better way than `2Nn²`.
-        gram_price: what a FLOP of those costs beside one of a product with K or S.
-        own_price: what a FLOP of the layer's own products costs beside one of a product with K or S.
+        gram_flops: FLOPs of S, if the layer needs fewer than `2Nn²`.
+        gram_price: price of one of these FLOPs, in FLOPs of a product with K or S.
+        own_price: price of a FLOP of the layer's own products, likewise.
 
     Raises:
-        ValueError: the solver and the layer have no space in common, or not the one that was asked for.
+        ValueError: the solver and the layer have no space in common, or lack the pinned one.
 
     Example:
         >>> from proxprop import CG
-        >>> print(plan(Sizes(groups=1, samples=500, features=3073, outputs=4000), CG(3)))
+        >>> print(choose_plan(Sizes(groups=1, samples=500, features=3073, outputs=4000), CG(3)))
         sample (fewest FLOPs; beyond BackProp: sample 0.204x, matrix_free 2x, feature 6.4x)
     """
     spaces = possible_spaces(solver, space, available)
@@ -111,23 +111,23 @@ def plan(
 
 
 def remembered_plan(*question: Any) -> Plan:
-    """`plan`, looked up where it was asked the same before: to make one takes four times as long."""
+    """`choose_plan`, cached: choosing takes four times as long as looking up."""
     try:
         return _remembered(*question)
     except TypeError:  # a solver or a symbolic size that can't be hashed
-        return plan(*question)
+        return choose_plan(*question)
 
 
-_remembered = lru_cache(maxsize=1024)(plan)
+_remembered = lru_cache(maxsize=1024)(choose_plan)
 
 
 def possible_spaces(
     solver: Solver, space: str | None, available: tuple[str, ...] = SPACES
 ) -> tuple[str, ...]:
-    """The spaces to choose from, or the pinned one alone.
+    """The spaces to choose from, or only the pinned one.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there is none.
     """
     if space is not None and space not in SPACES:
         raise ValueError(f"space should be one of {', '.join(SPACES)} or None (choose) but is {space!r}")
@@ -147,7 +147,7 @@ def possible_spaces(
 def _cost(
     sizes: Sizes, solver: Solver, space: str, gram_flops: float | None, prices: tuple[float, float]
 ) -> Cost:
-    """FLOPs and numbers stored beyond BackProp's: the Gram matrix, and about four arrays of the unknowns."""
+    """The cost of a space beyond BackProp: its Gram matrix, the solver, and about four arrays of the unknowns."""
     groups, samples, features, outputs = sizes
     if space == DIAGONAL:
         flops = groups * (samples + features * outputs)
