@@ -1,7 +1,7 @@
 """Private names of torch, each in a small function that says what breaks without it.
 
-Nothing else in the package uses one, but for what `torch.nn.Module` keeps for its subclasses: `_parameters`,
-`_buffers` and `_modules`. `tests/test_torch_internals.py` names those that the installed torch does not have.
+No other module uses private names of torch, except `_parameters`, `_buffers` and `_modules`, which `torch.nn.Module`
+keeps for its subclasses. `tests/test_torch_internals.py` lists the names that the installed torch lacks.
 """
 
 import sys
@@ -25,59 +25,59 @@ __all__ = [
 
 
 def is_due(node: Any) -> bool:
-    """Whether the backward pass that is running will come to a node; else S is summed where no gradient is."""
+    """Whether the running backward pass will reach a node. Without it, S is summed where no gradient is asked for."""
     due: bool = torch._C._will_engine_execute_node(node)
     return due
 
 
 def backward_pass() -> int:
-    """The number of the backward pass that is running, -1 outside; else passes of one step can't be told apart."""
+    """The number of the running backward pass, or -1. Without it, the passes of one step look alike."""
     return torch._C._current_graph_task_id()
 
 
 def after_backward_pass(callback: Callable[[], None]) -> None:
-    """Call at the end of the backward pass that is running; else a gradient's last change is not seen."""
+    """Call back at the end of the running backward pass. Without it, a gradient's last change is missed."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def sequence_number(node: Any) -> int:
-    """A node's place in the order of backward; else early preparation does not begin with what is needed first."""
+    """A node's place in the order of backward. Without it, early preparation may begin with the wrong layer."""
     number: int = node._sequence_nr()
     return number
 
 
 def run_last(node: Any) -> None:
-    """Let backward run a node when nothing else is left; else streams wait for directions too early."""
+    """Let backward run a node when nothing else is left. Without it, streams wait for directions too early."""
     node._set_sequence_nr(0)
 
 
 def saved_tensors_are_hooked() -> bool:
-    """Whether reading a saved tensor may compute, as in a checkpoint; else streams read what another computes."""
+    """Whether reading a saved tensor may compute, as in a checkpoint. Without it, streams read unfinished tensors."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def viewed(view: Tensor) -> Tensor | None:
-    """The tensor that a view is of; else an optimizer that steps in backward is not recognised."""
+    """The base of a view. Without it, an optimizer that steps in backward is not recognised."""
     return view._base
 
 
 def steps_in_backward(parameter: Tensor) -> bool:
-    """Whether something acts on a gradient as soon as it is there; else it would act before directions join."""
+    """Whether a hook acts on a finished gradient. Without it, the hook acts before directions join."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Whether something may act on a gradient in backward; else a step in backward spoils the input's gradient."""
+    """Whether a hook may act on a gradient in backward. Without it, a step there spoils the input's gradient."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def writes(tensor: Tensor) -> int:
-    """How often a tensor was written to; else a gradient that was zeroed is not recognised."""
+    """How often a tensor was written to. Without it, a zeroed gradient is not recognised."""
     return tensor._version
 
 
 def stored_entries(sparse: Tensor) -> int:
-    """How many entries a sparse tensor stores; else a sparse gradient that was zeroed is not recognised."""
+    """How many entries a sparse tensor stores. Without it, a zeroed sparse gradient is not recognised."""
     return sparse._nnz()
 
 
@@ -85,20 +85,20 @@ def stored_entries(sparse: Tensor) -> int:
 
 
 def in_transform() -> bool:
-    """Whether torch.func or forward mode differentiates a call; else it silently gets a direction as a derivative."""
+    """Whether torch.func or forward mode differentiates a call. Without it, a direction passes for a derivative."""
     forward_mode: bool = forward_ad._current_level >= 0
     return forward_mode or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_batched_or_differentiated(tensor: Tensor) -> bool:
-    """Whether torch.func wraps a tensor; else products write to memory that it does not follow."""
+    """Whether torch.func wraps a tensor. Without it, products write to memory that torch.func does not track."""
     functorch = torch._C._functorch
     kinds = functorch.is_batchedtensor, functorch.is_legacy_batchedtensor, functorch.is_gradtrackingtensor
     return any(kind(tensor) for kind in kinds)
 
 
 def dispatch_modes() -> int:
-    """How many modes see each operation; else a counter of FLOPs does not see what Triton kernels do."""
+    """How many dispatch modes see each operation. Without it, a counter of FLOPs misses the Triton kernels."""
     return torch._C._len_torch_dispatch_stack()
 
 
@@ -106,31 +106,30 @@ def dispatch_modes() -> int:
 
 
 def clear_hooks(module: nn.Module) -> None:
-    """Take a module's own hooks off; else a copy that solves for a generic layer runs the user's hooks again."""
+    """Remove a module's own hooks. Without it, the copy that solves for a generic layer repeats the user's hooks."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
         hooks.clear()
 
 
 def convolve(conv: nn.Conv2d, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A convolution's forward with other parameters; else padding modes would be written down twice."""
+    """A convolution's forward with other parameters. Without it, padding modes need code of their own."""
     output: Tensor = conv._conv_forward(input, weight, bias)
     return output
 
 
 def output_padding(conv: nn.ConvTranspose2d, input: Tensor, size: list[int] | None) -> list[int]:
-    """The padding that gives a transposed convolution's output the size that was asked for; else it is refused."""
+    """The padding that gives a transposed convolution's output this size. Without it, the size is refused."""
     stride, padding, taps, dilation = map(list, (conv.stride, conv.padding, conv.kernel_size, conv.dilation))
     return conv._output_padding(input, size, stride, padding, taps, len(taps), dilation)  # type: ignore[arg-type]
 
 
 def is_batched_attention(inputs: Sequence[Tensor], masks: Sequence[Tensor | None], heads: int) -> bool:
-    """Whether query, key and value are batched; else attention's errors about shapes are not torch's."""
+    """Whether query, key and value are batched. Without it, attention's errors about shapes differ from torch's."""
     batched: bool = functional._mha_shape_check(*inputs, *masks, heads)  # type: ignore[attr-defined]
     return batched
 
 
-# Many tensors at once; without these running averages take a call a layer
-
+# Many tensors at once: without these, running averages take one call for each layer
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
@@ -140,18 +139,18 @@ def norms(tensors: Tensors, order: float) -> Tensors:
     return torch._foreach_norm(tensors, order)
 
 
-def multiply_all(tensors: Tensors, factors: Tensors) -> None:
-    """Multiply each tensor by its factor, in place."""
-    torch._foreach_mul_(tensors, factors)
+def multiply_all(tensors: Tensors, scales: Tensors) -> None:
+    """Multiply each tensor by its scale, in place."""
+    torch._foreach_mul_(tensors, scales)
 
 
 def add_all(tensors: Tensors, others: Tensors) -> None:
-    """Add to each tensor another, in place."""
+    """Add another tensor to each tensor, in place."""
     torch._foreach_add_(tensors, others)
 
 
 def copy_all(tensors: Tensors, others: Tensors) -> None:
-    """Copy another into each tensor."""
+    """Copy another tensor into each tensor."""
     torch._foreach_copy_(tensors, others)
 
 
@@ -159,7 +158,7 @@ def copy_all(tensors: Tensors, others: Tensors) -> None:
 
 
 def without_owning(tensor: Tensor) -> Tensor:
-    """The same memory, which may be freed all the same; else captured solves can't share theirs."""
+    """A tensor on the same memory, which may be freed meanwhile. Without it, captured solves can't share memory."""
     memory = tensor.untyped_storage()
     borrowed = torch._C._construct_storage_from_data_pointer(
         memory.data_ptr(), tensor.device, memory.nbytes()
@@ -172,25 +171,25 @@ def without_owning(tensor: Tensor) -> Tensor:
 
 
 def active_ddp() -> Any:
-    """The DistributedDataParallel whose forward is running; else its layers are not warned of in immediate mode."""
+    """The DistributedDataParallel whose forward is running. Without it, immediate mode does not warn of it."""
     return nn.parallel.DistributedDataParallel._get_active_ddp_module()
 
 
 def sharded_modules() -> list[nn.Module]:
-    """Modules given to `fully_shard`; else their layers are not warned of in immediate mode."""
+    """Modules given to `fully_shard`. Without it, immediate mode does not warn of them."""
     states = sys.modules.get("torch.distributed._composable_state")
     return list(states._module_state_mapping) if states is not None else []
 
 
 def timeout(group: Any) -> timedelta | None:
-    """The timeout that a process group was made with; else another one falls back to torch's default."""
+    """The timeout of a process group. Without it, groups made after it fall back to torch's default."""
     options = group._get_backend(group._device_types[0]).options
     found: timedelta | None = getattr(options, "_timeout", None)
     return found
 
 
 def local_rows(parameter: Any) -> slice:
-    """The rows of a sharded parameter that this rank holds; else tables under FSDP2 can't be rescaled."""
+    """The rows of a sharded parameter that this rank holds. Without it, tables under FSDP2 can't be rescaled."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(

@@ -1,11 +1,11 @@
-"""Exact solutions of large systems on a GPU, by blocks: nearly all is products, on tensor cores.
+"""Exact solutions of large systems on a GPU, by blocks: nearly all the work is products on tensor cores.
 
-`λI + M = RᵀR` with R upper triangular in blocks. Of a diagonal block `LLᵀ` only `L⁻¹` is ever needed,
+`λI + M = RᵀR` with R upper triangular in blocks. Only `L⁻¹` of each diagonal block `LLᵀ` is needed,
 
     Rₖⱼ = Lₖ⁻¹Mₖⱼ      Mᵢⱼ ← Mᵢⱼ − RₖᵢᵀRₖⱼ      (i, j > k)
 
-and the solution takes two sweeps, down and up. Products are as accurate as float32's whatever is allowed: those that
-are subtracted from M must not make it indefinite. `cholesky.LapackFactorization` is the plain twin.
+and a solution takes two sweeps, down and up. Products are as accurate as float32's even where TF32 is allowed, because
+subtracting less accurate ones could make M indefinite. `cholesky.LapackFactorization` is the plain twin.
 """
 
 from functools import partial
@@ -22,28 +22,33 @@ _product = partial(transposed_product, precise=True)
 
 
 class BlockFactorization(Factorization):
-    """Blocks of R for M `[1, size, size]`: the inverse diagonal ones, and what stands beside each."""
+    """The blocks of R for M `[1, size, size]`.
+
+    Attributes:
+        corners: the inverses of the diagonal blocks.
+        beside: the blocks to the right of each diagonal block, as one matrix.
+    """
 
     def __init__(self, M: Tensor, damping: float) -> None:
         self.size = M.shape[-1]
         count = -(-self.size // tuning.CHOLESKY_BLOCK)
         rows = round_up(self.size, count * tuning.CHOLESKY_UNIT) // count
         self.bound = upper_bound(M, damping)
-        left = M.new_zeros(count * rows, count * rows)
-        left[: self.size, : self.size] = M[0]
-        left.diagonal().add_(damping)
-        left.diagonal()[self.size :] = 1.0
+        rest = M.new_zeros(count * rows, count * rows)
+        rest[: self.size, : self.size] = M[0]
+        rest.diagonal().add_(damping)
+        rest.diagonal()[self.size :] = 1.0
         self.corners: list[Tensor] = []
         self.beside: list[Tensor] = []
         failures = []
         for start in range(0, count * rows, rows):
             end = start + rows
-            corner = factorize_whole(left[None, start:end, start:end].clone(), 0.0)
+            corner = factorize_whole(rest[None, start:end, start:end].clone(), 0.0)
             self.corners.append(corner.inverse_factor()[0])
             failures.append(corner.failed)
-            if end < len(left):
-                self.beside.append(_product(self.corners[-1].mT, left[start:end, end:]))
-                left[end:, end:] -= _product(self.beside[-1])
+            if end < len(rest):
+                self.beside.append(_product(self.corners[-1].mT, rest[start:end, end:]))
+                rest[end:, end:] -= _product(self.beside[-1])
         self.broken = torch.stack(failures).any(0)
         self.failed = self.broken & self.bound.isnan().logical_not()
 
@@ -60,7 +65,7 @@ class BlockFactorization(Factorization):
         return self.solve(torch.eye(self.size, dtype=self.bound.dtype, device=self.bound.device)[None])
 
     def _sweep(self, right: Tensor) -> None:
-        """Put `(RᵀR)⁻¹·right` in its place."""
+        """Replace `right` by `(RᵀR)⁻¹·right`."""
         blocks = right.split(len(self.corners[0]))
         for k, corner in enumerate(self.corners):
             blocks[k].copy_(_product(corner.mT, blocks[k]))

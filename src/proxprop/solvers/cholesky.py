@@ -1,9 +1,9 @@
 """Cholesky factorisations of `λI + M`: one class for each backend, one rule for failure, one place that chooses.
 
-A factorisation has failed where a pivot is no larger than what rounding leaves of its diagonal entry: what follows
-would be noise. The factor is then replaced by `√(λ + trace M)·I`, which makes the solution `B / (λ + trace M)`, the
-gradient at a step that cannot overshoot. It is linear in B and chosen without synchronisation. Where M is not finite,
-neither is the solution; where M is NaN that is no failure of the factorisation, and is not flagged.
+A factorisation has failed where a pivot is no larger than the rounding of its diagonal entry, because the rest of the
+factor would be noise. Then `√(λ + trace M)·I` replaces the factor, and the solution is `B / (λ + trace M)`, the
+gradient with a step that cannot overshoot. It is linear in B and is chosen without synchronisation. Where M is not
+finite, neither is the solution. NaN in M is not a failure of the factorisation and is not flagged.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ from proxprop.solvers.rotation import rotate
 from proxprop.solvers.solver import PreparedSolve, ProductSolve, Solution
 
 LEAST_PIVOT = 4
-"""Multiple of `ε√size` that a pivot has to be of its diagonal entry."""
+"""A pivot must be larger than its diagonal entry times this multiple of `ε√size`."""
 
 
 class Factorization(ABC):
@@ -38,7 +38,7 @@ class Factorization(ABC):
         """`(λI + M)⁻¹ [groups, size, size]`."""
 
     def prepared(self, outputs: int, rotated: bool = False) -> PreparedSolve:
-        """What solves for so many outputs in the fastest way; for `rotated` samples it rotates B first."""
+        """The fastest solve for so many outputs; for `rotated` samples it rotates B first."""
         return lambda B: Solution(self.solve(rotate(B) if rotated else B), self.failed)
 
 
@@ -60,16 +60,16 @@ def factorize(M: Tensor, damping: float) -> Factorization:
 
 
 def factorize_whole(M: Tensor, damping: float) -> TriangularFactorization:
-    """`factorize`, but never by blocks."""
+    """Factorise `λI + M`, but never by blocks."""
     return TritonFactorization(M, damping) if backend(M) == "triton" else LapackFactorization(M, damping)
 
 
 def backend(M: Tensor) -> str:
-    """What factorises `λI + M`.
+    """The backend that factorises `λI + M`.
 
-    "triton" for small systems on a GPU, where LAPACK's way waits from column to column; "blocks" for large ones in a
-    step that is captured in a CUDA graph, which take a GPU less time than LAPACK but a host two to four times as much;
-    else "lapack" (cuSOLVER on a GPU).
+    "triton" is for small systems on a GPU, where LAPACK's way waits from column to column. "blocks" is for large
+    systems in a step that is captured in a CUDA graph: blocks take a GPU less time than LAPACK, but a host two to four
+    times as much. Everything else is "lapack" (cuSOLVER on a GPU).
     """
     if device.use_triton(M) and M.shape[-1] <= tuning.TRITON_CHOLESKY_MOST_ROWS:
         return "triton"
@@ -84,12 +84,12 @@ def upper_bound(M: Tensor, damping: float) -> Tensor:
 
 
 def divisor(bound: Tensor) -> Tensor:
-    """What B is divided by where a factorisation failed: NaN where M overflowed, because `B / inf` would hide it."""
+    """The divisor of B where a factorisation failed: NaN where M overflowed, because `B / inf` would hide that."""
     return bound.masked_fill(bound == torch.inf, torch.nan)
 
 
 def least_share(M: Tensor) -> float:
-    """The smallest part of its diagonal entry that a pivot may be."""
+    """The smallest share of its diagonal entry that a pivot may be."""
     return float(LEAST_PIVOT * torch.finfo(M.dtype).eps * M.shape[-1] ** 0.5)
 
 
@@ -139,7 +139,7 @@ class LapackFactorization(TriangularFactorization):
 
 
 class TritonFactorization(TriangularFactorization):
-    """By the Triton kernel for small systems, which gives L⁻¹, padded as tensor cores want it."""
+    """The Triton kernel for small systems; it gives L⁻¹, padded as tensor cores need it."""
 
     def __init__(self, M: Tensor, damping: float) -> None:
         from proxprop.kernels import cholesky
@@ -162,11 +162,11 @@ class TritonFactorization(TriangularFactorization):
         return rows.mT @ rows
 
     def prepared(self, outputs: int, rotated: bool = False) -> PreparedSolve:
-        """By the inverse where outputs are many, which is rotated then in place of B."""
+        """With as many outputs as rows, multiply by the inverse, and rotate the inverse in place of B."""
         if outputs < self.size or len(self.padded) > 1:
             return super().prepared(outputs, rotated)
         wide = self.padded[0, :, : self.size].mT @ self.padded[0]
         if rotated:
             wide = rotate(wide[None])[0]
-        # With outputs as rows, U is read faster by the product with the layer's input.
+        # The product with the layer's input reads U faster with outputs as rows.
         return lambda B: Solution(transposed_product(B[0], wide).mT[None, : self.size], self.failed)

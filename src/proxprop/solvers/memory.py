@@ -1,4 +1,4 @@
-"""Where results are written: whether that can be told to an operation, and large ones in huge pages."""
+"""Where results are written: huge pages for large ones, and whether an operation accepts an output."""
 
 import ctypes
 import mmap
@@ -13,13 +13,13 @@ from proxprop.torch_internals import is_batched_or_differentiated
 
 
 def in_huge_pages(array: Tensor) -> Tensor:
-    """Ask for huge pages for a large array on a CPU that nothing was written to yet.
+    """Ask for huge pages for a large new array on a CPU, and return the array.
 
-    Linux hands memory out when it is first written to, four kilobytes at a time unless it is asked for more: for the
-    gradient of a large layer that is a good part of the time that its product takes. NumPy asks likewise.
+    Linux allocates memory when it is first written to, four kilobytes at a time unless asked otherwise. For the
+    gradient of a large layer this takes a good share of its product's time. NumPy asks likewise.
 
     Args:
-        array: contiguous, of at least a page; where Linux has no huge pages to give, it is left as it is.
+        array: contiguous, at least one page, not yet written to. Without huge pages it stays as it is.
     """
     if hasattr(mmap, "MADV_HUGEPAGE"):
         start, size = array.data_ptr(), array.numel() * array.element_size()
@@ -30,14 +30,14 @@ def in_huge_pages(array: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _madvise() -> Any:
-    """The C library's function; Python's mmap has it for its own memory alone."""
+    """The C library's madvise; Python's mmap offers it only for its own memory."""
     function = ctypes.CDLL(None).madvise
     function.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     return function
 
 
 def is_transformed(tensor: Tensor) -> bool:
-    """Whether operations on a tensor are traced, batched or differentiated, and can't write where they are told to."""
+    """Whether operations on a tensor are traced, batched or differentiated, and accept no output to write to."""
     if type(tensor) is not Tensor or is_traced():
         return True
     return is_batched_or_differentiated(tensor) or (tensor.requires_grad and torch.is_grad_enabled())
