@@ -1,4 +1,4 @@
-"""What is asked of a device, and in how many terms it multiplies."""
+"""Rules about devices: which kernels run, and in how many terms numbers are multiplied."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from proxprop.settings import Settings
 from proxprop.transfer import LayerCall, LinearTransfer
 
 
-def test_the_cpu_takes_the_plain_twins() -> None:
+def test_triton_is_not_used_on_a_cpu() -> None:
     assert not device.use_triton(torch.zeros(1, 4, 4))
 
 
@@ -26,6 +26,8 @@ def test_bfloat16_layers_are_solved_in_fewer_terms(dtype: torch.dtype, terms: in
     settings = Settings(Looking(), space="sample")
     task = Task(LayerCall(LinearTransfer), settings, "layer", FailureWarner(), None, inputs=1, parameters=2)
     G = torch.randn(5, 4, dtype=dtype)
-    task._solve(LinearTransfer([x], G, [torch.Size([4, 3]), None]), G)  # a CPU would be given float32
+    task._solve(
+        LinearTransfer([x], G, [torch.Size([4, 3]), None]), G
+    )  # a CPU would otherwise be given float32
     assert seen == [terms]
     assert device.fp16_terms() == 3

@@ -25,22 +25,22 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 
 class NotedStreams(SideStreams):
-    """No streams; the list grows by each fork, whose numbers are noted."""
+    """No streams, but a list of the solves that were made and of their numbers."""
 
     def __init__(self) -> None:
         super().__init__([None] * tuning.STREAMS)
         self.made: list[SideSolve] = []
-        self.turns: list[int] = []
+        self.numbers: list[int] = []
 
-    def solve(self, turn: int) -> SideSolve:
-        self.made.append(super().solve(turn))
-        self.turns.append(turn)
+    def side_solve(self, number: int) -> SideSolve:
+        self.made.append(super().side_solve(number))
+        self.numbers.append(number)
         return self.made[-1]
 
 
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> NotedStreams:
-    """Fork on a CPU as on a GPU, though on no stream."""
+    """Fork on a CPU as on a GPU, but without streams."""
     streams = NotedStreams()
     monkeypatch.setattr(device, "is_captured", lambda tensor: True)
     monkeypatch.setattr(layer, "side_streams", lambda device: streams)
@@ -48,8 +48,8 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> NotedStreams:
 
 
 @pytest.fixture
-def turns(noted: NotedStreams) -> list[SideSolve]:
-    """The forks, of which the list grows by each."""
+def solves(noted: NotedStreams) -> list[SideSolve]:
+    """The solves beside the backward pass, to which each fork adds one."""
     return noted.made
 
 
@@ -61,7 +61,9 @@ def in_line(found: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("solver", [Exact(), CG(1), CG(3)])
 @pytest.mark.parametrize("frozen", [None, "0.weight", "3.bias"])
-def test_directions_are_the_same(turns: list[SideSolve], frozen: str | None, solver: Solver) -> None:
+def test_directions_beside_backward_equal_those_in_line(
+    solves: list[SideSolve], frozen: str | None, solver: Solver
+) -> None:
     model = small_model(solver)
     if frozen:
         model.get_parameter(frozen).requires_grad_(False)
@@ -72,11 +74,11 @@ def test_directions_are_the_same(turns: list[SideSolve], frozen: str | None, sol
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
     beside = found()
-    assert len(turns) == 2
+    assert len(solves) == 2
     assert_same(beside, in_line(found), 0.0)
 
 
-def test_they_accumulate_over_retained_graphs_and_reach_the_input(turns: list[SideSolve]) -> None:
+def test_directions_accumulate_over_retained_graphs(solves: list[SideSolve]) -> None:
     model, x = small_model(Exact()), images().requires_grad_()
 
     def found() -> dict[str, Tensor]:
@@ -90,7 +92,7 @@ def test_they_accumulate_over_retained_graphs_and_reach_the_input(turns: list[Si
     assert_same(found(), in_line(found), 0.0)
 
 
-def test_autograd_grad_of_one_parameter_solves_for_it_alone(turns: list[SideSolve]) -> None:
+def test_autograd_grad_of_one_parameter_solves_for_it_alone(solves: list[SideSolve]) -> None:
     model = small_model(Exact())
 
     def found() -> dict[str, Tensor]:
@@ -99,14 +101,14 @@ def test_autograd_grad_of_one_parameter_solves_for_it_alone(turns: list[SideSolv
     assert_same(found(), in_line(found), 0.0)
 
 
-def test_neighbours_take_turns(noted: NotedStreams) -> None:
+def test_consecutive_layers_get_different_streams(noted: NotedStreams) -> None:
     directions(small_model(Exact()), images())
-    first, second = noted.turns
+    first, second = noted.numbers
     assert second == first + 1
 
 
-def test_joins_come_last(turns: list[SideSolve]) -> None:
-    """So that a stream waits for directions when it has nothing else to do."""
+def test_directions_join_after_everything_else(solves: list[SideSolve]) -> None:
+    """A stream should wait for directions only when it has nothing else to do."""
     model = small_model(Exact())
     order: list[str] = []
     x = images().requires_grad_()
@@ -118,88 +120,90 @@ def test_joins_come_last(turns: list[SideSolve]) -> None:
     assert set(order[order.index("input") + 1 :]) == converted
 
 
-def test_what_a_solve_reads_is_held_until_it_joins(turns: list[SideSolve]) -> None:
+def test_what_a_solve_reads_is_held_until_it_joins(solves: list[SideSolve]) -> None:
     """In a residual network autograd would otherwise add to G in place while it is read."""
     linear = proxprop.nn.Linear(4, 4, solver=Exact())
     held: list[list[Tensor]] = []
     x = torch.randn(3, 4, requires_grad=True)
-    x.register_hook(lambda g: held.append(list(turns[0].held)))
+    x.register_hook(lambda g: held.append(list(solves[0].held)))
     (x + linear(x)).sum().backward()
     assert [len(tensors) for tensors in held] == [2]
-    assert turns[0].held == []
+    assert solves[0].held == []
     assert held[0][0].eq(1).all()
 
 
-def prepared_during_backward(turns: list[SideSolve], samples: int) -> list[bool]:
-    """Of which of two calls a solve is prepared when G has come through the second; then of none any more."""
+def prepared_during_backward(solves: list[SideSolve], samples: int) -> list[bool]:
+    """Which of two calls is prepared when G has passed the second."""
     first, second = (proxprop.nn.Linear(16, 16, solver=Exact()) for _ in range(2))
     found: list[bool] = []
     x = torch.tanh(first(torch.randn(samples, 16)))
-    x.register_hook(lambda g: found.extend(turn.ready is not None for turn in turns))
+    x.register_hook(lambda g: found.extend(solve.ready is not None for solve in solves))
     second(x).square().mean().backward()
-    assert not any(turn.ready for turn in turns)
+    assert not any(solve.ready for solve in solves)
     return found
 
 
-def test_systems_in_sample_space_are_prepared_before_their_turn(turns: list[SideSolve]) -> None:
-    assert prepared_during_backward(turns, samples=3) == [True, False]
+def test_systems_in_sample_space_are_prepared_early(solves: list[SideSolve]) -> None:
+    assert prepared_during_backward(solves, samples=3) == [True, False]
 
 
-def test_others_are_not(turns: list[SideSolve]) -> None:
-    assert prepared_during_backward(turns, samples=100) == [False, False]
+def test_systems_in_feature_space_are_not_prepared_early(solves: list[SideSolve]) -> None:
+    assert prepared_during_backward(solves, samples=100) == [False, False]
 
 
-def test_nor_are_large_ones(turns: list[SideSolve], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_systems_are_not_prepared_early(
+    solves: list[SideSolve], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tuning, "PREPARED_MOST_ROWS", 2)
-    assert prepared_during_backward(turns, samples=3) == [False, False]
+    assert prepared_during_backward(solves, samples=3) == [False, False]
 
 
-def test_systems_of_another_graph_are_not(turns: list[SideSolve]) -> None:
+def test_systems_of_another_graph_are_not_prepared_early(solves: list[SideSolve]) -> None:
     first, second = (proxprop.nn.Linear(4, 4, solver=Exact()) for _ in range(2))
     one, other = first(torch.randn(3, 4)).sum(), second(torch.randn(3, 4)).sum()
     one.backward()
-    assert turns[1].ready is None
+    assert solves[1].ready is None
     other.backward()
     assert second.weight.grad is not None
 
 
-def test_graphs_that_are_dropped_are_not_waited_for(noted: NotedStreams) -> None:
+def test_a_dropped_graph_is_no_longer_expected(noted: NotedStreams) -> None:
     loss = proxprop.nn.Linear(4, 4, solver=Exact())(torch.randn(3, 4)).sum()
     assert len(noted.expected) == 1
     del loss
     assert len(noted.expected) == 0
 
 
-def test_what_is_only_divided_stays_in_line(turns: list[SideSolve]) -> None:
+def test_a_diagonal_system_stays_in_line(solves: list[SideSolve]) -> None:
     embedding = proxprop.nn.Embedding(4, 3, solver=Exact())
     embedding(torch.arange(4)).sum().backward()
-    assert turns == []
+    assert solves == []
 
 
-def test_large_systems_stay_in_line(turns: list[SideSolve], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_systems_stay_in_line(solves: list[SideSolve], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "STREAMS_MOST_UNKNOWNS", 6 * 8)  # the linear layer's output
     directions(small_model(Exact()), images())
-    assert len(turns) == 2
+    assert len(solves) == 2
     monkeypatch.setattr(tuning, "STREAMS_MOST_UNKNOWNS", 6 * 8 - 1)
     directions(small_model(Exact()), images())
-    assert len(turns) == 3
+    assert len(solves) == 3
 
 
-def test_an_optimizer_in_backward_stays_in_line(turns: list[SideSolve]) -> None:
+def test_an_optimizer_in_backward_stays_in_line(solves: list[SideSolve]) -> None:
     model = small_model(Exact())
     model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
     directions(model, images())
-    assert len(turns) == 1
+    assert len(solves) == 1
 
 
-def test_a_checkpoint_stays_in_line(turns: list[SideSolve]) -> None:
+def test_a_checkpoint_stays_in_line(solves: list[SideSolve]) -> None:
     model = small_model(Exact())
     directions(model, images(), lambda x: checkpoint(model, x, use_reentrant=False))
-    assert turns == []
+    assert solves == []
 
 
 def test_many_ranks_an_observer_and_deferred_mode_stay_in_line(
-    turns: list[SideSolve], monkeypatch: pytest.MonkeyPatch
+    solves: list[SideSolve], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small_model(Exact())
     with proxprop.diagnostics.observe(model):
@@ -212,7 +216,7 @@ def test_many_ranks_an_observer_and_deferred_mode_stay_in_line(
     assert not side_streams.pays(*asked, [parameter])
     monkeypatch.setattr(side_streams, "several_ranks", lambda: True)
     assert not side_streams.pays(*asked, [parameter.view_as(parameter)])
-    assert turns == []
+    assert solves == []
 
 
 def test_a_cpu_stays_in_line() -> None:
@@ -250,7 +254,7 @@ MODELS = pytest.mark.parametrize("make", [Branches, convolutions])
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Solves that start a millisecond late: who does not wait for them reads what they have not written."""
+    """Start solves a millisecond late: whoever does not wait for them reads unwritten memory."""
     for name in ("prepare", "solve"):
         plain = getattr(backward, name)
 

@@ -1,4 +1,4 @@
-"""How the tests of kernels run without a GPU: under Triton's interpreter, in a process of their own."""
+"""Run the tests of kernels without a GPU: under Triton's interpreter, in a separate process."""
 
 import os
 
@@ -8,7 +8,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 interpreted = [
     pytest.mark.skipif(not INTERPRETED, reason="runs in the subprocess of test_interpreter.py"),
-    # numpy, which the interpreter runs on, warns of what a kernel masks out
+    # the interpreter runs on numpy, which warns of entries that a kernel masks out
     pytest.mark.filterwarnings(
         "ignore:(invalid value|divide by zero|overflow|All-NaN slice) encountered:RuntimeWarning"
     ),

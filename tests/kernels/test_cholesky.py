@@ -1,4 +1,4 @@
-"""The inverse Cholesky factor on a GPU: the float64 solution, and failures by the rule of all factorisations."""
+"""The inverse Cholesky factor on a GPU: its solutions, and failures by the rule of all factorisations."""
 
 from math import isnan
 
@@ -36,7 +36,7 @@ def test_the_solution_is_that_of_float64(groups: int, size: int, outputs: int) -
 
 
 @pytest.mark.parametrize("entry", [-10.0, torch.nan, torch.inf])
-def test_failures_are_those_of_lapack(entry: float) -> None:
+def test_factorisations_fail_where_those_of_lapack_fail(entry: float) -> None:
     M = torch.eye(34).repeat(2, 1, 1)
     M[1, 33, 33] = entry
     B = torch.randn(2, 34, 3, generator=torch.Generator().manual_seed(0))

@@ -17,13 +17,13 @@ pytest.importorskip("triton")
 from proxprop.kernels import feature_cg as kernel
 
 pytestmark = interpreted
-VARIANTS = pytest.mark.parametrize("whole", [True, False], ids=["whole columns", "walking down"])
+VARIANTS = pytest.mark.parametrize("whole", [True, False], ids=["whole columns", "some rows at a time"])
 
 
 def solve(
     S: Tensor, B: Tensor, damping: float, iterations: int, whole: bool, width: int = 2048, terms: int = 3
 ) -> tuple[Tensor, list[bool] | None]:
-    """D, and which groups are spoilt; in blocks of at least `width` outputs."""
+    """D in blocks of at least `width` outputs, and which groups are spoilt."""
     with mock.patch.multiple(
         tuning,
         FEATURE_CG_WHOLE_ROWS=1024 if whole else 0,
@@ -64,7 +64,7 @@ def test_the_kernel_takes_the_loops_steps(
 
 @VARIANTS
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_spoils_its_own_column_alone(whole: bool, value: float) -> None:
+def test_entries_that_are_not_finite_spoil_only_their_own_column(whole: bool, value: float) -> None:
     B = torch.randn(1, 6, 4, generator=torch.Generator().manual_seed(0))
     B[0, 2, 1] = value
     D, _ = solve(torch.eye(6)[None], B, 1.0, 3, whole)
@@ -73,7 +73,7 @@ def test_what_is_not_finite_spoils_its_own_column_alone(whole: bool, value: floa
 
 @VARIANTS
 @pytest.mark.parametrize("scale", [1.0, 1e6])
-def test_more_iterations_than_directions(whole: bool, scale: float) -> None:
+def test_there_may_be_fewer_directions_than_iterations(whole: bool, scale: float) -> None:
     A, G = problem((1, 3, 16, 3), seed=0, dtype=torch.float32)
     A = scale * A
     D, _ = solve(A.mT @ A, A.mT @ G, scale**2, 8, whole)
@@ -81,7 +81,7 @@ def test_more_iterations_than_directions(whole: bool, scale: float) -> None:
 
 
 @VARIANTS
-def test_what_the_loop_flags_is_flagged(whole: bool) -> None:
+def test_the_kernel_flags_the_groups_that_the_loop_flags(whole: bool) -> None:
     """In one group, steps are taken along curvatures below the rounding of S."""
     A, G = problem((2, 20, 8, 3), seed=0, dtype=torch.float32)
     A[1] *= torch.logspace(0, -6, 8)

@@ -1,4 +1,4 @@
-"""The interpreter must be chosen before Triton is imported, so the kernels' tests run in a process of their own."""
+"""Triton's interpreter must be chosen before Triton is imported, so the tests of kernels run in a separate process."""
 
 import os
 import subprocess
@@ -24,6 +24,6 @@ def test_kernels_equal_their_plain_twins() -> None:
     assert "skipped" not in result.stdout, result.stdout
 
 
-def test_no_file_is_left_out() -> None:
+def test_every_file_of_kernel_tests_is_interpreted_or_exempt() -> None:
     others = {"test_interpreter.py", "test_compile.py", "test_launch.py"}
     assert {path.name for path in FOLDER.glob("test_*.py")} == {*FILES, *others}

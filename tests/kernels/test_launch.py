@@ -1,4 +1,4 @@
-"""Launches that are kept go to the same kernels with the same constants, and are kept by all that decides about them."""
+"""Kept launches run the same kernels with the same constants, and are kept under everything they depend on."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from proxprop.kernels.launch import launches
 
 
 class Kernel:
-    """What `triton.jit` returns, as far as it is asked: a launch returns what was compiled for it."""
+    """A stand-in for a function decorated with `triton.jit`: a launch returns what was compiled for it."""
 
     arg_names = ("X", "size", "damping", "ROWS", "LAST")
 
@@ -27,19 +27,19 @@ class Compiled:
         return lambda *args: self.kernel.run.append((grid, args))
 
 
-def solve(kernel: Kernel, X: torch.Tensor, damping: float, steps: int = 2) -> None:
-    launch = launches("a solve", [X], steps, id(kernel))
+def launch_all(kernel: Kernel, X: torch.Tensor, damping: float, steps: int = 2) -> None:
+    launch = launches("a function", [X], steps, id(kernel))
     for step in range(steps):
         last = step == steps - 1
         launch(kernel, (7, 3), X, len(X), damping, LAST=last, ROWS=4 + step, num_warps=8)
 
 
-def test_a_solve_is_asked_for_once_and_launched_with_new_arrays_and_numbers() -> None:
+def test_triton_is_asked_once_and_later_launches_take_new_arrays_and_floats() -> None:
     kernel, first, second = Kernel(), torch.zeros(5), torch.ones(5)
-    solve(kernel, first, 0.1)
+    launch_all(kernel, first, 0.1)
     assert [constants["ROWS"] for _, _, constants in kernel.asked] == [4, 5]
     assert not kernel.run
-    solve(kernel, second, 0.2)
+    launch_all(kernel, second, 0.2)
     assert len(kernel.asked) == 2
     for step, (grid, args) in enumerate(kernel.run):
         assert grid == (7, 3, 1)
@@ -52,30 +52,30 @@ def test_a_solve_is_asked_for_once_and_launched_with_new_arrays_and_numbers() ->
     [torch.zeros(6), torch.zeros(10)[::2], torch.zeros(6)[1:], torch.zeros(5, dtype=torch.float64)],
     ids=["shape", "stride", "alignment", "type"],
 )
-def test_another_array_is_another_solve(other: torch.Tensor) -> None:
+def test_triton_is_asked_again_for_another_kind_of_array_or_number(other: torch.Tensor) -> None:
     kernel = Kernel()
-    solve(kernel, torch.zeros(5), 0.1)
-    solve(kernel, other, 0.1)
+    launch_all(kernel, torch.zeros(5), 0.1)
+    launch_all(kernel, other, 0.1)
     assert len(kernel.asked) == 4
-    solve(kernel, torch.zeros(5), 0.1, steps=3)
+    launch_all(kernel, torch.zeros(5), 0.1, steps=3)
     assert len(kernel.asked) == 7
 
 
-def test_a_solve_that_was_broken_off_goes_on_where_it_was() -> None:
+def test_launches_after_an_interrupted_call_begin_with_the_first() -> None:
     kernel, X = Kernel(), torch.zeros(5)
-    launch = launches("a solve", [X], 2, id(kernel))
+    launch = launches("a function", [X], 2, id(kernel))
     launch(kernel, (7, 3), X, 5, 0.1, LAST=False, ROWS=4, num_warps=8)
-    solve(kernel, X, 0.1)
-    solve(kernel, X, 0.1)
+    launch_all(kernel, X, 0.1)
+    launch_all(kernel, X, 0.1)
     assert [args[3:] for _, args in kernel.run] == [(4, False), (4, False), (5, True)]
 
 
-def test_what_an_interpreter_runs_is_not_kept() -> None:
+def test_interpreted_launches_are_not_kept() -> None:
     class Interpreted(Kernel):
         def __getitem__(self, grid: tuple[int, ...]):
             return lambda *args, **constants: self.asked.append((grid, args, constants))
 
     kernel = Interpreted()
-    solve(kernel, torch.zeros(5), 0.1)
-    solve(kernel, torch.zeros(5), 0.1)
+    launch_all(kernel, torch.zeros(5), 0.1)
+    launch_all(kernel, torch.zeros(5), 0.1)
     assert len(kernel.asked) == 4

@@ -52,7 +52,7 @@ def test_the_kernel_takes_the_loops_steps(groups, samples, features, outputs, it
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-def test_any_scale_and_dead_columns(scale: float) -> None:
+def test_columns_of_any_scale_and_zero_columns_are_solved(scale: float) -> None:
     A, G = problem((1, 6, 9, 4), seed=0, dtype=torch.float32)
     G[..., 1] = 0.0
     D, lost = solve(A, G * scale, 1.0, 3)
@@ -62,7 +62,7 @@ def test_any_scale_and_dead_columns(scale: float) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_spoils_its_own_column_alone(value: float) -> None:
+def test_entries_that_are_not_finite_spoil_only_their_own_column(value: float) -> None:
     A, G = problem((1, 6, 9, 4), seed=0, dtype=torch.float32)
     G[0, 2, 1] = value
     D, _ = solve(A, G, 1.0, 3)
@@ -70,7 +70,7 @@ def test_what_is_not_finite_spoils_its_own_column_alone(value: float) -> None:
 
 
 @pytest.mark.parametrize(("terms", "rounding"), [(1, 1e-3), (3, 1e-6)])
-def test_outputs_in_blocks_are_solved_as_all_at_once(terms: int, rounding: float, monkeypatch) -> None:
+def test_blocks_of_outputs_have_the_same_solution(terms: int, rounding: float, monkeypatch) -> None:
     A, G = problem((1, 6, 9, 3), seed=0, dtype=torch.float32)
     whole, _ = solve(A, G, 0.7, 2, terms)
     monkeypatch.setattr(tuning, "SAMPLE_CG_MOST_BYTES", 2**9)
@@ -81,7 +81,7 @@ def test_outputs_in_blocks_are_solved_as_all_at_once(terms: int, rounding: float
     assert lost == ([False] if terms == 3 else None)
 
 
-def test_an_input_of_zeros() -> None:
+def test_with_an_input_of_zeros_the_solution_is_G_over_the_damping() -> None:
     G = problem((1, 6, 9, 4), seed=0, dtype=torch.float32)[1]
     U, lost = kernel.sample_cg(torch.zeros(1, 6, 6), G, 0.5, 4, terms=3)
     assert relative_error(U, G / 0.5) < 1e-6
@@ -96,21 +96,21 @@ def test_one_term_is_as_accurate_as_tf32() -> None:
 
 
 @pytest.mark.parametrize(("terms", "close"), [(1, 5e-2), (3, 1e-3)])
-def test_repeated_rows_with_more_iterations_than_they_have_directions(terms: int, close: float) -> None:
+def test_repeated_rows_may_have_fewer_directions_than_iterations(terms: int, close: float) -> None:
     A, G = problem((1, 4, 12, 3), seed=0, dtype=torch.float32)
     A, G = A.repeat(1, 4, 1), problem((1, 16, 1, 3), seed=1, dtype=torch.float32)[1]
     D, _ = solve(A, G, 1.0, 10, terms)
     assert relative_error(D, in_float64(A, G, 1.0, 10)) < close
 
 
-def test_activations_whose_squares_are_large() -> None:
+def test_activations_with_large_squares_do_not_overflow() -> None:
     A, G = problem((1, 8, 12, 3), seed=0, dtype=torch.float32)
     D, lost = solve(1e10 * A, G, 1.0, 4)
     assert relative_error(D, in_float64(1e10 * A, G, 1.0, 4)) < 1e-4
     assert lost == [False]
 
 
-def test_what_the_loop_flags_is_flagged() -> None:
+def test_the_kernel_flags_the_groups_that_the_loop_flags() -> None:
     """In one group nearly all of G is in the null space of K."""
     A, G = problem((2, 16, 3, 4), seed=1)
     unreached = G - A @ torch.linalg.lstsq(A, G).solution

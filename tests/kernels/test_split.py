@@ -1,4 +1,4 @@
-"""Numbers in terms of fewer bits, for tensor cores."""
+"""Splitting numbers into terms of fewer bits, for tensor cores."""
 
 import pytest
 import torch

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import proxprop
@@ -17,7 +17,7 @@ HAS_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage").exists() and Path("
 
 
 def flags(address: int) -> list[str]:
-    """Of the mapping that an address is in."""
+    """The flags of the mapping that an address is in."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         words = line.split()
@@ -40,7 +40,7 @@ def backward(outputs: int) -> Tensor:
     return layer.weight.grad
 
 
-@pytest.mark.skipif(not HAS_HUGE_PAGES, reason="there are no huge pages, or no telling")
+@pytest.mark.skipif(not HAS_HUGE_PAGES, reason="no huge pages here, or no way to see them")
 def test_the_direction_of_a_large_layer_is_in_huge_pages() -> None:
     assert "hg" in flags(middle(backward(outputs=2200)))
 
@@ -70,7 +70,7 @@ def test_a_product_is_the_same_in_huge_pages(
 
 
 @pytest.mark.parametrize("offset", [0, 1, 7, mmap.PAGESIZE // 4])
-def test_pages_that_belong_to_others_too_are_left_alone(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_shared_with_other_arrays_are_left_alone(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(memory, "_madvise", lambda: lambda *about: asked.append(about))
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 14, raising=False)
@@ -83,23 +83,26 @@ def test_pages_that_belong_to_others_too_are_left_alone(offset: int, monkeypatch
     assert behind - mmap.PAGESIZE < first + size <= behind
 
 
-def test_elsewhere_than_on_linux_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_asked_of_other_systems_than_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     monkeypatch.setattr(memory, "_madvise", lambda: pytest.fail("there is no such function"))
     array = torch.empty(8)
     assert in_huge_pages(array) is array
 
 
-@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # by dynamo
-@pytest.mark.parametrize("way", ["compiled", "dispatched"])
-def test_nothing_is_asked_for_a_trace(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_asked_for_a_compiled_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "HUGE_PAGE_LEAST_BYTES", 0)
     monkeypatch.setattr(matmul, "in_huge_pages", lambda array: pytest.fail("this has no memory of its own"))
-    model = nn.Sequential(proxprop.nn.Linear(6, 5))
-    if way == "compiled":
-        torch.compile(model, backend="aot_eager")(torch.randn(4, 6)).sum().backward()
-    else:
-        with FlopCounterMode(display=False) as counter:
-            model(torch.randn(4, 6)).sum().backward()
-        assert counter.get_total_flops() > 0
-    assert model[0].weight.grad is not None
+    left, right = torch.randn(4, 6), torch.randn(6, 5)
+    compiled = torch.compile(matmul.multiply, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(left, right), left @ right)
+
+
+def test_nothing_is_asked_under_a_dispatch_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "HUGE_PAGE_LEAST_BYTES", 0)
+    monkeypatch.setattr(matmul, "in_huge_pages", lambda array: pytest.fail("this has no memory of its own"))
+    layer = proxprop.nn.Linear(6, 5)
+    with FlopCounterMode(display=False) as counter:
+        layer(torch.randn(4, 6)).sum().backward()
+    assert counter.get_total_flops() > 0
+    assert layer.weight.grad is not None

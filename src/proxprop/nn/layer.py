@@ -327,7 +327,9 @@ class ProximalLayer(nn.Module):
         if self._observer is not None:
             return None
         return (
-            side_streams(output.device).solve(self._turn) if pays(self.spaces, output, parameters) else None
+            side_streams(output.device).side_solve(self._turn)
+            if pays(self.spaces, output, parameters)
+            else None
         )
 
     def _is_reparametrized(self) -> bool:
