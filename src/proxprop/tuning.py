@@ -66,10 +66,10 @@ CHOLESKY_UNIT = 32
 """Rows in a block are a multiple of this number, as tensor cores prefer (h200.json)."""
 
 INVERSE_BLOCK = 1024
-"""Most rows of an inverse that one factorisation gives; larger ones come by blocks in products (h200.json)."""
+"""Most rows of an inverse that one factorisation gives; larger inverses are put together from blocks (h200.json)."""
 
 TURNS_LEAST_FEATURES = 256
-"""Fewest features of an average that is inverted in a turn of its own; launches bound smaller ones (h200.json)."""
+"""Fewest features of an average with a turn of its own to be inverted; launches bound smaller ones (h200.json)."""
 
 # Solving on streams beside the backward pass (`side_streams.py`)
 

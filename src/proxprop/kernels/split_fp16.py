@@ -56,7 +56,7 @@ def store_terms(v, AT, between, inside, TERMS: tl.constexpr):
 
 @triton.jit
 def unscaled(size):
-    """The factor that undoes the scaling of a column of V by its `size`; that of M's rows is undone apart."""
+    """The multiplier that undoes the scaling of a column of V by its `size`; the sides of M are undone apart."""
     return size / (M_SCALE * V_SCALE)
 
 
