@@ -31,7 +31,7 @@ from torch.nn import functional
 from ways import STEPS_TO_REPLAY
 
 import proxprop
-from proxprop import Exact, Running, tuning
+from proxprop import Exact, Running
 from proxprop.deferred.preconditioner import inverse
 from proxprop.lab.models import ResNet18, mlp
 from proxprop.replay import held_bytes
@@ -398,7 +398,6 @@ def main() -> None:
                     record["rows"].append(asdict(found))
                     save(record, options.json)
             gc.collect()
-    print(f"blocks of {tuning.INVERSE_BLOCK} rows in inverses", flush=True)
     save(record, options.json)
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -35,26 +34,12 @@ TORCH_WARNS = ["The AccumulateGrad node's stream does not match", "Synchronizati
 """Warnings of torch 2.11 about graphs of single passes and about its own debug mode."""
 
 
-PROCESSES = 6
-"""Tests wait for the host, not for the GPU, so that several processes share them out."""
-
-
 class Outcomes:
-    """A pytest plugin that takes a share of the tests, counts how they ended, and names those that failed.
+    """A pytest plugin that counts how tests ended, and names those that failed."""
 
-    Args:
-        share: which of the shares, counted from 0; files that can't be collected are the first one's.
-        shares: how many there are.
-    """
-
-    def __init__(self, share: int = 0, shares: int = 1) -> None:
-        self.share, self.shares = share, shares
+    def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
-
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Leave the tests of other shares to them."""
-        items[:] = items[self.share :: self.shares]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A test counts once; a failure of its fixtures is one of its own."""
@@ -65,9 +50,8 @@ class Outcomes:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A file that can't be imported fails, and one that skips itself is skipped."""
-        if self.share or report.outcome == "passed":
-            return
-        self.counts[report.outcome] += 1
+        if report.outcome != "passed":
+            self.counts[report.outcome] += 1
         if report.failed:
             self.failures.append(report.nodeid)
 
@@ -102,38 +86,6 @@ def record(outcomes: Outcomes, arguments: list[str]) -> dict[str, object]:
     }
 
 
-def run_share(share: int, arguments: list[str]) -> dict[str, object]:
-    """How a share of the tests ended."""
-    outcomes = Outcomes(share, PROCESSES)
-    quiet = [option for message in TORCH_WARNS for option in ("-W", f"ignore:{message}:UserWarning")]
-    pytest.main(["-q", "-m", "", "-p", "no:cacheprovider", *quiet, *TESTS, *arguments], plugins=[outcomes])
-    return {"counts": outcomes.counts, "failures": outcomes.failures}
-
-
-def run_all(arguments: list[str]) -> Outcomes:
-    """How all tests ended, each share in a process of its own."""
-    total = Outcomes()
-    with tempfile.TemporaryDirectory() as folder:
-        found = [Path(folder) / str(share) for share in range(PROCESSES)]
-        commands = [
-            [sys.executable, __file__, SHARE, str(k), str(path), *arguments] for k, path in enumerate(found)
-        ]
-        for process in [subprocess.Popen(command) for command in commands]:
-            process.wait()
-        for path in found:
-            if not path.exists():
-                total.counts["failed"] += 1
-                total.failures.append(f"process {path.name} ended without a result")
-                continue
-            ended = json.loads(path.read_text())
-            total.counts.update(ended["counts"])
-            total.failures += ended["failures"]
-    return total
-
-
-SHARE = "--share"
-
-
 def main(arguments: list[str]) -> int:
     if not torch.cuda.is_available():
         print("torch sees no GPU here, and a record without one would say nothing", file=sys.stderr)
@@ -142,13 +94,11 @@ def main(arguments: list[str]) -> int:
     source = str(ROOT / "src")
     sys.path.insert(0, source)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    if arguments[:1] == [SHARE]:
-        _, share, path, *rest = arguments
-        Path(path).write_text(json.dumps(run_share(int(share), rest)))
-        return 0
-    outcomes = run_all(arguments)
+    outcomes = Outcomes()
+    quiet = [option for message in TORCH_WARNS for option in ("-W", f"ignore:{message}:UserWarning")]
+    status = pytest.main(["-q", "-m", "", *quiet, *TESTS, *arguments], plugins=[outcomes])
     RECORD.write_text(json.dumps(record(outcomes, arguments), indent=1) + "\n")
-    return int(bool(outcomes.failures))
+    return int(status)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The record of a run on a GPU counts every test once and leaves no file out."""
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -42,28 +41,6 @@ def test_every_test_counts_once(tmp_path: Path) -> None:
     pytest.main([*options, "-c", "/dev/null", str(tmp_path)], plugins=[outcomes])
     assert outcomes.counts == {"passed": 1, "failed": 3, "skipped": 2}
     assert len(outcomes.failures) == 3
-
-
-def test_shares_are_all_of_the_tests_and_none_twice(tmp_path: Path) -> None:
-    (tmp_path / "test_shared_example.py").write_text(EXAMPLE)
-    (tmp_path / "test_no_module.py").write_text("import no_such_module")
-    shares = [Outcomes(share, 3) for share in range(3)]
-    for outcomes in shares:
-        options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", f"--rootdir={tmp_path}"]
-        pytest.main([*options, "-c", "/dev/null", str(tmp_path)], plugins=[outcomes])
-    assert sum((outcomes.counts for outcomes in shares), Counter()) == {
-        "passed": 1,
-        "failed": 3,
-        "skipped": 1,
-    }
-
-
-def test_a_process_that_dies_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_record, "__file__", "/no/such/file.py")
-    monkeypatch.setattr(gpu_record, "PROCESSES", 2)
-    outcomes = gpu_record.run_all([])
-    assert outcomes.counts == {"failed": 2}
-    assert all("without a result" in failure for failure in outcomes.failures)
 
 
 def test_the_record_names_commit_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:

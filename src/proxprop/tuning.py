@@ -65,11 +65,11 @@ CHOLESKY_BLOCK = 512
 CHOLESKY_UNIT = 32
 """Rows in a block are a multiple of this number, as tensor cores prefer (h200.json)."""
 
-INVERSE_BLOCK = 1024
-"""Most rows of an inverse that one factorisation gives; larger inverses are put together from blocks (h200.json)."""
+INVERTED_TOGETHER_MOST_ROWS = 1024
+"""Most rows of averages that are inverted together, so that few large ones are held at a time (not tuned)."""
 
 TURNS_LEAST_FEATURES = 256
-"""Fewest features of an average with a turn of its own to be inverted; launches bound smaller ones (h200.json)."""
+"""Fewest features of an average with a turn of its own to be inverted; launches bound smaller ones (not tuned)."""
 
 # Solving on streams beside the backward pass (`side_streams.py`)
 

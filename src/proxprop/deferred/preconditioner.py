@@ -15,7 +15,6 @@ from proxprop.replay import replays, size
 from proxprop.settings import Settings
 from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Exact, Sizes, Solution, Solver
 from proxprop.solvers.cholesky import factorize_whole
-from proxprop.solvers.inverse import inverted
 from proxprop.solvers.matmul import transposed_product
 from proxprop.solvers.plan import Plan, remembered_plan
 from proxprop.transfer import LinearTransfer
@@ -181,7 +180,7 @@ def made(due: Iterable[Due], dtype: torch.dtype | None) -> list[tuple[Operator, 
         form, solver, before = each
         if not isinstance(solver, Exact) or form.M.dim() == 2:
             found[place] = Solve(form, solver), None
-        elif form.M.shape[-1] > tuning.INVERSE_BLOCK:
+        elif form.M.shape[-1] > tuning.INVERTED_TOGETHER_MOST_ROWS:
             X, failed = inverse(form.M, form.damping)
             found[place] = _kept(X.mul_(form.factor), before, dtype), failed
         else:
@@ -249,7 +248,8 @@ def inverse(M: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """`(λI + M)⁻¹ [groups, size, size]`, and for each group whether it failed; M may be overwritten."""
 
     def solve(given: Sequence[Tensor]) -> Solution:
-        return Solution(*inverted(given[0], damping))
+        factorization = factorize_whole(given[0], damping)
+        return Solution(factorization.inverse(), factorization.failed)
 
     X, failed = replayed(("inverse", damping), solve, (M,))
     assert failed is not None
