@@ -164,7 +164,9 @@ class _Iteration:
 
         A column that has stopped takes steps of length zero, so its floor is infinite from then on.
         """
-        floor = (self.energy / self.smallest).mul_((ROUNDING * self.epsilon) ** 2)
+        floor = (
+            (self.energy / self.smallest).abs_().mul_((ROUNDING * self.epsilon) ** 2)
+        )  # a length can be -0
         self.noise = self._noise()
         if self.noise is not None:
             floor = floor.maximum(self.noise)
