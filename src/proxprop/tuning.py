@@ -42,6 +42,9 @@ CPU_BLOCK_BYTES = 6 * 2**20
 CPU_BLOCK_LEAST_OUTPUTS = 512
 """Fewest outputs that a CPU works on at a time; smaller blocks re-read K too often (cpu.json)."""
 
+CPU_BLOCK_LEAST_NUMBERS = 2**15
+"""Most numbers of a right-hand side that a CPU does not transpose; torch does not share out so few among cores."""
+
 EIGENBASIS_COLUMNS = 1300, 5
 """Eigenvectors of a matrix take two cores as long as its product with 1300 + 5·size columns (cpu.json)."""
 

@@ -135,23 +135,31 @@ class CG(Solver):
         """The iterate from products with K or S, scaled by a power of two where sums of squares could overflow.
 
         A CPU works with outputs as rows, a block of them at a time: a product shares out its rows among cores just as
-        all that follows does, so that each core finds its numbers in its own cache.
+        all that follows does, so that each core finds its numbers in its own cache. For few numbers that would cost
+        more than it saves.
         """
         diagonal = M.diagonal(dim1=-2, dim2=-1)
-        if B.device.type == "cpu" and not is_transformed(B):
-            largest = max(float(diagonal.amax()), damping)
-            unit = 1.0 if SAFE[0] < largest < SAFE[1] else power_of_two(largest)
-            W = M if unit == 1.0 else M / unit
-            row = (diagonal / unit).unsqueeze(-2) if space == SAMPLE else None
-            return self._by_rows(lambda V: torch.bmm(V, W), B, damping / unit, row).times(1 / unit)
-        mantissa, exponent = torch.frexp(diagonal.amax().clamp(min=damping))
-        scale = torch.ldexp(torch.ones_like(mantissa), -exponent)
-        column = (diagonal * scale).unsqueeze(-1) if space == SAMPLE else None
+        if B.device.type != "cpu" or is_transformed(B):
+            mantissa, exponent = torch.frexp(diagonal.amax().clamp(min=damping))
+            scale = torch.ldexp(torch.ones_like(mantissa), -exponent)
+            value, lost = self._by_columns(M * scale, B, damping * scale, diagonal * scale, space)
+            return Solution(value * scale, lost)
+        largest = max(float(diagonal.amax()), damping)
+        unit = 1.0 if SAFE[0] < largest < SAFE[1] else power_of_two(largest)
+        W, diagonal = (M, diagonal) if unit == 1.0 else (M / unit, diagonal / unit)
+        if B.is_contiguous() and B.numel() <= tuning.CPU_BLOCK_LEAST_NUMBERS:
+            return self._by_columns(W, B, damping / unit, diagonal, space).times(1 / unit)
+        row = diagonal.unsqueeze(-2) if space == SAMPLE else None
+        return self._by_rows(lambda V: torch.bmm(V, W), B, damping / unit, row).times(1 / unit)
+
+    def _by_columns(
+        self, W: Tensor, B: Tensor, damping: float | Tensor, diagonal: Tensor, space: str
+    ) -> Solution:
+        """Solve for all outputs at once, as they come."""
         dims = (-2,) if self.per_output else (-3, -2, -1)
-        apply = partial(times, M * scale)
-        found = conjugate_gradients(apply, B, damping * scale, self.iterations, dims, column)
-        lost = found.lost.any().view(1) if found.lost is not None else None
-        return Solution(found.solution * scale, lost)
+        column = diagonal.unsqueeze(-1) if space == SAMPLE else None
+        found = conjugate_gradients(partial(times, W), B, damping, self.iterations, dims, column)
+        return Solution(found.solution, found.lost.any().view(1) if found.lost is not None else None)
 
     def _in_eigenbasis(self, basis: eigenbasis.Basis, B: Tensor, damping: float) -> Solution:
         """The iterate in a basis in which the matrix is diagonal, `[groups, size, outputs]`."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from proxprop import device, tuning
 from proxprop.solvers.matmul import transposed_product
+from proxprop.solvers.memory import is_transformed
 from proxprop.solvers.rotation import rotate
 from proxprop.solvers.solver import PreparedSolve, ProductSolve, Solution
 
@@ -97,13 +98,16 @@ class LapackFactorization(TriangularFactorization):
     """By torch.linalg: the lower factor `L [groups, size, size]`."""
 
     def __init__(self, M: Tensor, damping: float) -> None:
-        bound = upper_bound(M, damping)
         diagonal = M.diagonal(dim1=-2, dim2=-1).add_(damping)
-        least = diagonal * least_share(M)
-        L, info = torch.linalg.cholesky_ex(M)
-        sound = (L.diagonal(dim1=-2, dim2=-1).square() > least).all(-1) & (info == 0)
+        self.L, info = torch.linalg.cholesky_ex(M)
+        pivots = self.L.diagonal(dim1=-2, dim2=-1).square()
+        sound = (pivots > diagonal * least_share(M)).all(-1) & (info == 0)
+        self.failed = sound.logical_not()
+        if M.device.type == "cpu" and not is_transformed(M) and not self.failed.any():
+            return
+        bound = (diagonal - damping).sum(-1).add_(damping)
         identity = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
-        self.L = torch.where(sound.view(-1, 1, 1), L, identity * divisor(bound).sqrt().view(-1, 1, 1))
+        self.L = torch.where(sound.view(-1, 1, 1), self.L, identity * divisor(bound).sqrt().view(-1, 1, 1))
         self.failed = (sound | bound.isnan()).logical_not()
 
     def solve(self, B: Tensor) -> Tensor:

@@ -103,22 +103,26 @@ class _Iteration:
         self.multiply, self.damping, self.dims = multiply, damping, dims
         self.epsilon, self.tiny = device.product_rounding(B), torch.finfo(B.dtype).tiny
         self.spare = None if is_transformed(B) else torch.empty_like(B)
+        self.can_look = self.spare is not None and B.device.type == "cpu"
         self.first, self.scale = self._normalized(B)
         self.residual = self.search = self.first
         self.W_search = multiply(self.first)
         self.rounding = None if diagonal is None else diagonal * self.epsilon
         self.dual_first = self.first if diagonal is None else self.W_search
         self.squared = self._inner(self.first, self.dual_first)
-        self.noise = self._noise(self.squared)
+        self.noise = self._noise()
         if self.noise is not None:
-            self.squared.masked_fill_(self.squared <= self.noise, 0.0)
-        self.over_first = (1 / self.squared).masked_fill_(self.squared == 0, 0.0)
+            stopped = self.squared <= self.noise
+            self.squared.masked_fill_(stopped, 0.0)
+        self.over_first = self.squared.reciprocal().nan_to_num_(torch.nan, 0.0)
         self.image, self.length = self._measure(None)
+        self.smallest = self.length
         if diagonal is not None:  # this step leads along the gradient, but its length may be rounding
             self.length = self.length.maximum(1 / (diagonal.sum(dims, keepdim=True) + damping))
+            self.smallest = self.length.masked_fill(stopped, 0.0)
         self.solution = torch.mul(self.length, self.search, out=out)
-        self.smallest = self.largest = self.first_length = self.length
-        self.energy = self.length * self.squared
+        self.largest = self.first_length = self.length
+        self.energy = (self.length * self.squared).add_(self.tiny)  # so that over a zero it is infinite
         self.steps = 1
 
     def advance(self) -> None:
@@ -141,7 +145,8 @@ class _Iteration:
         self.image, self.length = self._measure(image)
         self.solution.addcmul_(self.length, self.search)
         self.smallest = self.smallest.minimum(self.length)
-        self.largest = self.largest.maximum(self.length)
+        if self.rounding is None:
+            self.largest = self.largest.maximum(self.length)
         self.energy = torch.addcmul(self.energy, self.length, self.squared)
         self.steps += 1
 
@@ -149,7 +154,7 @@ class _Iteration:
         """The solution, replaced by its first step where rounding turned it uphill."""
         if self.steps > 1:
             uphill = self._inner(self.solution, self.dual_first) < 0
-            if self._must_not_wait() or uphill.any():
+            if not self.can_look or uphill.any():
                 self.solution.copy_(torch.where(uphill, self.first_length * self.first, self.solution))
         solution = self.solution if self.scale is None else self.solution.mul_(self.scale)
         return Iterate(solution, self._lost())
@@ -159,12 +164,14 @@ class _Iteration:
 
         A column that has stopped takes steps of length zero, so its floor is infinite from then on.
         """
-        floor = (self.energy / self.smallest).mul_((ROUNDING * self.epsilon) ** 2)
-        self.noise = self._noise(squared)
+        floor = (
+            (self.energy / self.smallest).abs_().mul_((ROUNDING * self.epsilon) ** 2)
+        )  # a length can be -0
+        self.noise = self._noise()
         if self.noise is not None:
             floor = floor.maximum(self.noise)
-        before = self._positive(self.squared)
-        self.squared = squared.masked_fill_((squared <= floor) | (self.squared == 0), 0.0)
+        before = self.squared.add_(self.tiny)  # where it is zero, so is what is divided by it
+        self.squared = squared.masked_fill_(squared <= floor, 0.0)
         return self.squared / before
 
     def _measure(self, out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -178,8 +185,8 @@ class _Iteration:
         else:
             image = torch.add(self.W_search, self.search, alpha=self.damping, out=out)
         curvature = self._inner(self.search if self.rounding is None else self.W_search, image)
-        length = self.squared / curvature.masked_fill_(curvature == 0, 1.0)
-        return image, length.clamp_(min=0.0).clamp_(max=1 / self.damping)
+        length = self.squared / curvature.add_(self.tiny)
+        return image, length.clamp_(0 * self.damping, 1 / self.damping)  # type: ignore[arg-type]
 
     def _lost(self) -> Tensor | None:
         """Whether rounding of W may have spoilt a column.
@@ -190,14 +197,15 @@ class _Iteration:
         if self.noise is None:
             if self.steps == 1:
                 return None
-            return self.largest * (SPOILT * self.epsilon) > self.first_length
-        low = self.squared <= NEAR * self.noise
-        if not self._must_not_wait():
-            if not low.any():
-                return None
-            self.noise = self._inner_by(self.rounding)
+            lost = self.largest * (SPOILT * self.epsilon) > self.first_length
+        else:
+            lost = self.squared < NEAR * self.noise
+        if self.can_look and not lost.any():
+            return None
+        if self.noise is None:
+            return lost
         least = self.energy * self.first_length * (self.damping / HIDDEN) ** 2
-        return (self.noise > least) & low
+        return lost.logical_and_(self.noise > least)
 
     def _normalized(self, B: Tensor) -> tuple[Tensor, Tensor | None]:
         """B and None, or B with its columns scaled and their scale, where squares could over- or underflow."""
@@ -205,44 +213,20 @@ class _Iteration:
 
     def _is_safe(self, B: Tensor) -> bool:
         """Whether squares of B's columns neither over- nor underflow, where a CPU can look."""
-        if self._must_not_wait():
+        if not self.can_look:
             return False
-        norms = torch.linalg.vector_norm(B, dim=self.dims, keepdim=True)
-        small = norms <= SAFE[0]
-        if small.any() and bool((B.abs().amax(self.dims, keepdim=True)[small] != 0).any()):
-            return False
-        return bool((norms < SAFE[1]).all())
-
-    def _must_not_wait(self) -> bool:
-        """Whether nothing here may look at a number: that would make a GPU wait, and a compiler can't."""
-        return self.spare is None or self.spare.device.type != "cpu"
+        least, most = torch.linalg.vector_norm(B, dim=self.dims, keepdim=True).aminmax()
+        return bool(least > SAFE[0]) and bool(most < SAFE[1])
 
     def _inner(self, left: Tensor, right: Tensor) -> Tensor:
         return torch.mul(left, right, out=self.spare).sum(self.dims, keepdim=True)
 
-    def _noise(self, squared: Tensor) -> Tensor | None:
-        """What rounding of K makes of the residual's square, in sample space.
-
-        Where nothing comes close to it, a bound will do that takes a CPU a third of the time.
-        """
+    def _noise(self) -> Tensor | None:
+        """What rounding of K makes of the residual's square, in sample space."""
         if self.rounding is None:
             return None
-        if not self._must_not_wait():
-            norm: Tensor = torch.linalg.vector_norm(self.residual, dim=self.dims, keepdim=True)
-            bound = norm.square_().mul_(self.rounding.amax())
-            if ((squared > NEAR * bound) | (squared == 0)).all():
-                return bound
-        return self._inner_by(self.rounding)
-
-    def _inner_by(self, weights: Tensor | None) -> Tensor:
-        """The residual's inner product with itself, by weights."""
-        assert weights is not None
-        weighted = torch.mul(self.residual, weights, out=self.spare)
+        weighted = torch.mul(self.residual, self.rounding, out=self.spare)
         return weighted.mul_(self.residual).sum(self.dims, keepdim=True)
-
-    def _positive(self, squared: Tensor) -> Tensor:
-        """A square to divide by: where it is zero, so is what is divided. NaN stays NaN."""
-        return squared.clamp(min=self.tiny)
 
 
 def normalize(B: Tensor, dims: tuple[int, ...], spare: Tensor | None = None) -> tuple[Tensor, Tensor]:

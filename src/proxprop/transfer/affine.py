@@ -94,7 +94,11 @@ class Affine(Transfer):
         assert weight is not None
         groups, _, _, outputs = self.sizes
         columns = self._columns(weight)
-        return columns if bias is None else torch.cat([columns, bias.reshape(groups, 1, outputs)], dim=-2)
+        if bias is None:
+            return columns
+        if columns.mT.is_contiguous() and columns.device.type == "cpu":  # a GPU's kernels take columns
+            return torch.cat([columns.mT, bias.reshape(groups, outputs, 1)], dim=-1).mT
+        return torch.cat([columns, bias.reshape(groups, 1, outputs)], dim=-2)
 
     def from_features(self, V: Tensor) -> Parameters:
         """The inverse of `to_features`; views of V where possible."""
