@@ -30,22 +30,22 @@ INTRODUCTION = """# What running averages cost and bring
 page from records. Losses are mean ± standard deviation over three seeds.
 """
 
-STEPS = """## What a step costs
-
-`{command}` on {device}, torch {torch}, commit {commit:.7}; record in `results/bench/deferred-h200.json`. The steps
-are eager, with `Exact`, ten in turn. The table shows their time (and peak memory) divided by BackProp's. An eager
-step of a small network waits for the host, not for the GPU. Captured steps of immediate mode are in
-[performance.md](performance.md).
-"""
-
 WAYS = """## What a step costs
 
 `{command}` on {device}, torch {torch}, commit {commit:.7}; record in `results/bench/running-h200.json`. Ratios of whole
 steps (forward, backward, optimizer), on average over all steps between two inversions, to the same optimizer without
 proxprop in the same way of running: the median of {rounds} rounds and its quartiles. In the graph columns every step of
-a period is a CUDA graph. The longest step of a period is beside the median one. Memory is the peak, also of the first
-steps, which invert all averages at once, beside the plain optimizer's; the state is averages and inverses, in units of
-S.
+a period is a CUDA graph. The longest step of a period is beside the median one. All averages are inverted in the first
+step, then in turns.
+"""
+
+MEMORY = """\
+Peak memory, also of the first steps, beside the plain optimizer's, and the state (averages and inverses) in units of S:
+"""
+
+INVERSES = """\
+One inverse of `0.3·I + C` in float32, for a spectrum that decays by four orders of magnitude, and its relative error. At
+that commit averages of over 1,024 features were inverted by blocks in products; cuSOLVER was faster, and does it since:
 """
 
 UNDER_MUON = """## Under Muon
@@ -126,17 +126,14 @@ def in_three_ways(record: dict) -> str:
         ]
         for r in record["inverses"]
     ]
-    titles = ["features", "ms", "error", "cuSOLVER: ms", "cuSOLVER: error"]
+    titles = ["features", "then: ms", "then: error", "cuSOLVER: ms", "cuSOLVER: error"]
     return "\n".join(
         [
             WAYS.format(command=record["command"], rounds=record["rounds"], **record["environment"]),
             table(head, rows),
             "",
-            table(["network", "method", "memory", "state"], memory),
-            "",
-            "One inverse of `0.3·I + C` in float32, for a spectrum that decays by four orders of magnitude, and its "
-            "relative error:",
-            "",
+            *([MEMORY, table(["network", "method", "memory", "state"], memory), ""] if memory else []),
+            INVERSES,
             table(titles, inverses),
             "",
         ]

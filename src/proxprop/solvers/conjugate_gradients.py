@@ -110,16 +110,17 @@ class _Iteration:
         self.rounding = None if diagonal is None else diagonal * self.epsilon
         self.dual_first = self.first if diagonal is None else self.W_search
         self.squared = self._inner(self.first, self.dual_first)
-        self.noise = self._noise()
-        if self.noise is not None:
-            stopped = self.squared <= self.noise
-            self.squared.masked_fill_(stopped, 0.0)
+        self.near: Tensor | None = None
+        noise = self._noise(self.squared)
+        if noise is not None:
+            spoilt = self.squared <= NEAR * noise  # its first step is all that it takes
+            self.squared.masked_fill_(self.squared <= noise, 0.0)
         self.over_first = self.squared.reciprocal().nan_to_num_(torch.nan, 0.0)
         self.image, self.length = self._measure(None)
         self.smallest = self.length
         if diagonal is not None:  # this step leads along the gradient, but its length may be rounding
             self.length = self.length.maximum(1 / (diagonal.sum(dims, keepdim=True) + damping))
-            self.smallest = self.length.masked_fill(stopped, 0.0)
+            self.smallest = self.length.masked_fill(spoilt, 0.0)
         self.solution = torch.mul(self.length, self.search, out=out)
         self.largest = self.first_length = self.length
         self.energy = (self.length * self.squared).add_(self.tiny)  # so that over a zero it is infinite
@@ -167,9 +168,9 @@ class _Iteration:
         floor = (
             (self.energy / self.smallest).abs_().mul_((ROUNDING * self.epsilon) ** 2)
         )  # a length can be -0
-        self.noise = self._noise()
-        if self.noise is not None:
-            floor = floor.maximum(self.noise)
+        noise = self._noise(squared)
+        if noise is not None:
+            floor = floor.maximum(noise)
         before = self.squared.add_(self.tiny)  # where it is zero, so is what is divided by it
         self.squared = squared.masked_fill_(squared <= floor, 0.0)
         return self.squared / before
@@ -194,18 +195,13 @@ class _Iteration:
         In feature space it has where a step was taken along a curvature below the rounding of S. In sample space
         `√noise/λ` bounds what rounding of K hides of D, and `‖D‖² ≥ ‖D‖²_M / ‖M‖`, energy times the first step.
         """
-        if self.noise is None:
-            if self.steps == 1:
-                return None
+        if self.near is not None:
+            lost = self.near > self.energy * self.first_length * (self.damping / HIDDEN) ** 2
+        elif self.steps > 1:
             lost = self.largest * (SPOILT * self.epsilon) > self.first_length
         else:
-            lost = self.squared < NEAR * self.noise
-        if self.can_look and not lost.any():
             return None
-        if self.noise is None:
-            return lost
-        least = self.energy * self.first_length * (self.damping / HIDDEN) ** 2
-        return lost.logical_and_(self.noise > least)
+        return None if self.can_look and not lost.any() else lost
 
     def _normalized(self, B: Tensor) -> tuple[Tensor, Tensor | None]:
         """B and None, or B with its columns scaled and their scale, where squares could over- or underflow."""
@@ -221,12 +217,18 @@ class _Iteration:
     def _inner(self, left: Tensor, right: Tensor) -> Tensor:
         return torch.mul(left, right, out=self.spare).sum(self.dims, keepdim=True)
 
-    def _noise(self) -> Tensor | None:
-        """What rounding of K makes of the residual's square, in sample space."""
+    def _noise(self, squared: Tensor) -> Tensor | None:
+        """What rounding of K makes of the residual's square, in sample space.
+
+        The largest that a residual came near to is kept.
+        """
         if self.rounding is None:
             return None
         weighted = torch.mul(self.residual, self.rounding, out=self.spare)
-        return weighted.mul_(self.residual).sum(self.dims, keepdim=True)
+        noise = weighted.mul_(self.residual).sum(self.dims, keepdim=True)
+        near = noise.masked_fill(squared > NEAR * noise, 0.0)
+        self.near = near if self.near is None else self.near.maximum(near)
+        return noise
 
 
 def normalize(B: Tensor, dims: tuple[int, ...], spare: Tensor | None = None) -> tuple[Tensor, Tensor]:
