@@ -12,13 +12,6 @@ from statistics import fmean, stdev
 from proxprop.lab.reproduction.markdown import table
 
 RESULTS = Path(__file__).parents[1] / "results"
-OVERHEAD = {
-    "immediate": "immediate",
-    "deferred": "deferred",
-    "running-1": "running, `update_every=1, invert_every=1`",
-    "running-10": "`update_every=1, invert_every=10`",
-    "observe-10": "`update_every=10, invert_every=10`",
-}
 PLAIN = "the gradient"
 MUON = {"backprop": PLAIN, "exact": "S of the batch", "running:10": "a running S"}
 Cells = dict[tuple[object, float], list[float]]
@@ -44,8 +37,8 @@ Peak memory, also of the first steps, beside the plain optimizer's, and the stat
 """
 
 INVERSES = """\
-One inverse of `0.3·I + C` in float32, for a spectrum that decays by four orders of magnitude, and its relative error. At
-that commit averages of over 1,024 features were inverted by blocks in products; cuSOLVER was faster, and does it since:
+One inverse of `0.3·I + C` in float32, for a spectrum that decays by four orders of magnitude, and its relative error.
+At that commit blocks in products made inverses of over 1,024 features. cuSOLVER was faster, and makes them since:
 """
 
 UNDER_MUON = """## Under Muon
@@ -72,33 +65,9 @@ own layers:
 
 def main() -> None:
     print(INTRODUCTION)
-    ways = RESULTS / "bench" / "running-h200.json"
-    if ways.exists():
-        print(in_three_ways(json.loads(ways.read_text())))
-    else:
-        print(overhead(json.loads((RESULTS / "bench" / "deferred-h200.json").read_text())))
+    print(in_three_ways(json.loads((RESULTS / "bench" / "running-h200.json").read_text())))
     print(muon())
     print(gpt(), end="")
-
-
-def overhead(record: dict) -> str:
-    """Whole steps of deferred mode against BackProp's."""
-    about = record["environment"]
-    ratios = {
-        (f"{row['network']}, {row['precision']}", row["method"]): f"{row['ratio']:.2f} ({row['memory']:.2f})"
-        for row in record["rows"]
-    }
-    steps = list(dict.fromkeys(step for step, _ in ratios))
-    rows = [[step, *(ratios[step, method] for method in OVERHEAD)] for step in steps]
-    lines = [
-        STEPS.format(command=record["command"], **about),
-        table(["network", *OVERHEAD.values()], rows),
-        "",
-        "In float64 the directions of deferred mode differ from immediate mode's, relative to their norm, by at most "
-        f"{max(record['agreement'].values()):.0e}.",
-        "",
-    ]
-    return "\n".join(lines)
 
 
 def in_three_ways(record: dict) -> str:

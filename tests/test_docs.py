@@ -70,13 +70,44 @@ def test_the_readmes_ratios_are_the_records() -> None:
     methods = "cg1", "cg3", "cg10", "exact"
     cpu = [f"{ratio('mlp-500', method, record='cpu-rotation')} ({method})" for method in methods]
     assert f"On two CPU cores it costs {', '.join(cpu[:-1])} and {cpu[-1]}" in text
-    methods = "cg3", "exact"
-    eager = [ratio("mlp-500", method, record="h200-rotation-eager") for method in methods]
-    eager += [ratio("resnet18-128", method, record="h200-eager") for method in methods]
-    graphed = [ratio(n, m, record="h200-passes") for n in ("mlp-500", "resnet18-128") for m in methods]
-    assert f"the MLP costs {eager[0]} (cg3) and {eager[1]} (exact) times BackProp" in text
-    assert f"ResNet-18 {eager[2]} and {eager[3]}" in text
-    assert f"with {graphed[0]}, {graphed[1]}, {graphed[2]} and {graphed[3]}" in text
+
+
+WAYS = [
+    ("mlp-fp32", "mlp-500", "fp32", "the paper's MLP"),
+    ("resnet", "resnet18-last-128", "bf16", "ResNet-18"),
+    ("gpt", "gpt2-8x1024", "bf16", "GPT-2 small"),
+    ("autoencoder", "autoencoder-1000", "tf32", "autoencoder"),
+]
+
+
+@pytest.mark.parametrize(("name", "network", "precision", "title"), WAYS)
+def test_the_readmes_table_of_ways_is_the_records(
+    name: str, network: str, precision: str, title: str
+) -> None:
+    rows = json.loads((ROOT / "results" / "bench" / f"h200-ways-{name}.json").read_text())["rows"]
+    ratios = {(r["way"], r["method"]): f"{r['ratio']:.2f}" for r in rows}
+    assert {(r["network"], r["precision"]) for r in rows} == {(network, precision)}
+    (line,) = (line for line in README.splitlines() if line.startswith(f"| {title}"))
+    cells = line.strip("| ").split(" | ")[1:]
+    expected = [
+        [ratios.get((way, method), "–") for method in ("cg3", "exact")] for way in ("eager", "compile")
+    ]
+    assert [cell.split(", ") for cell in cells] == [e if set(e) != {"–"} else ["–"] for e in expected]
+
+
+def test_what_the_readme_says_of_memory_is_in_the_records() -> None:
+    most = {
+        name: max(
+            r["memory"] or 0
+            for r in json.loads((ROOT / "results" / "bench" / f"h200-ways-{name}.json").read_text())["rows"]
+        )
+        for name in ("mlp-fp32", "autoencoder")
+    }
+    text = " ".join(README.split())
+    assert (
+        f"up to {most['mlp-fp32']:.2f} times BackProp's peak for the MLP and {most['autoencoder']:.2f} times"
+        in text
+    )
 
 
 def after(epoch: int, solver: str, column: str) -> float:
@@ -110,7 +141,7 @@ def test_what_the_readme_says_of_running_averages_is_in_the_records() -> None:
     assert f"ends at {min(averaged):.3f} nats a byte of held-out text instead of {alone:.3f}" in text
     (every,) = re.findall(r"\| a running S, ρ = 0.3 \| ([\d.]+) \|", page)
     (tenth,) = re.findall(r"\| a running S, ρ = 0.3, S of one step in 10 \| ([\d.]+) \|\n", page)
-    assert f"take {float(tenth):.1f} times as long with S from one step in ten" in text
+    assert f"took {float(tenth):.1f} times as long with S from one step in ten" in text
     assert f"{float(every):.1f} times with S from every step" in text
 
 
