@@ -42,7 +42,7 @@ CPU_BLOCK_BYTES = 6 * 2**20
 CPU_BLOCK_LEAST_OUTPUTS = 512
 """Fewest outputs that a CPU works on at a time; smaller blocks re-read K too often (cpu.json)."""
 
-CPU_BLOCK_LEAST_NUMBERS = 2**15
+CPU_COLUMNS_MOST_NUMBERS = 2**15
 """Most numbers of a right-hand side that a CPU does not transpose; torch does not share out so few among cores."""
 
 EIGENBASIS_COLUMNS = 1300, 5

@@ -147,7 +147,7 @@ class CG(Solver):
         largest = max(float(diagonal.amax()), damping)
         unit = 1.0 if SAFE[0] < largest < SAFE[1] else power_of_two(largest)
         W, diagonal = (M, diagonal) if unit == 1.0 else (M / unit, diagonal / unit)
-        if B.is_contiguous() and B.numel() <= tuning.CPU_BLOCK_LEAST_NUMBERS:
+        if B.is_contiguous() and B.numel() <= tuning.CPU_COLUMNS_MOST_NUMBERS:
             return self._by_columns(W, B, damping / unit, diagonal, space).times(1 / unit)
         row = diagonal.unsqueeze(-2) if space == SAMPLE else None
         return self._by_rows(lambda V: torch.bmm(V, W), B, damping / unit, row).times(1 / unit)
@@ -159,7 +159,7 @@ class CG(Solver):
         dims = (-2,) if self.per_output else (-3, -2, -1)
         column = diagonal.unsqueeze(-1) if space == SAMPLE else None
         found = conjugate_gradients(partial(times, W), B, damping, self.iterations, dims, column)
-        return Solution(found.solution, found.lost.any().view(1) if found.lost is not None else None)
+        return Solution(found.solution, found.lost.flatten(1).any(-1) if found.lost is not None else None)
 
     def _in_eigenbasis(self, basis: eigenbasis.Basis, B: Tensor, damping: float) -> Solution:
         """The iterate in a basis in which the matrix is diagonal, `[groups, size, outputs]`."""
