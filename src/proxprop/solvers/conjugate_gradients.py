@@ -43,10 +43,6 @@ HIDDEN = 30
 """Least length of the steps taken, relative to what may hide below the rounding of K; else a column counts as lost."""
 
 
-SAFE = 2.0**-20, 2.0**30
-"""Norms of columns between these need no scaling in float32."""
-
-
 class Iterate(NamedTuple):
     """Where an iteration ended.
 
@@ -104,7 +100,7 @@ class _Iteration:
         self.epsilon, self.tiny = device.product_rounding(B), torch.finfo(B.dtype).tiny
         self.spare = None if is_transformed(B) else torch.empty_like(B)
         self.can_look = self.spare is not None and B.device.type == "cpu"
-        self.first, self.scale = self._normalized(B)
+        self.first, self.scale = normalize(B, dims, self.spare)
         self.residual = self.search = self.first
         self.W_search = multiply(self.first)
         self.rounding = None if diagonal is None else diagonal * self.epsilon
@@ -157,8 +153,7 @@ class _Iteration:
             uphill = self._inner(self.solution, self.dual_first) < 0
             if not self.can_look or uphill.any():
                 self.solution.copy_(torch.where(uphill, self.first_length * self.first, self.solution))
-        solution = self.solution if self.scale is None else self.solution.mul_(self.scale)
-        return Iterate(solution, self._lost())
+        return Iterate(self.solution.mul_(self.scale), self._lost())
 
     def _compare(self, squared: Tensor) -> Tensor:
         """Stop the columns whose new residual is noise, and return the ratio to the one before.
@@ -202,17 +197,6 @@ class _Iteration:
         else:
             return None
         return None if self.can_look and not lost.any() else lost
-
-    def _normalized(self, B: Tensor) -> tuple[Tensor, Tensor | None]:
-        """B and None, or B with its columns scaled and their scale, where squares could over- or underflow."""
-        return (B, None) if self._is_safe(B) else normalize(B, self.dims, self.spare)
-
-    def _is_safe(self, B: Tensor) -> bool:
-        """Whether squares of B's columns neither over- nor underflow, where a CPU can look."""
-        if not self.can_look:
-            return False
-        least, most = torch.linalg.vector_norm(B, dim=self.dims, keepdim=True).aminmax()
-        return bool(least > SAFE[0]) and bool(most < SAFE[1])
 
     def _inner(self, left: Tensor, right: Tensor) -> Tensor:
         return torch.mul(left, right, out=self.spare).sum(self.dims, keepdim=True)
