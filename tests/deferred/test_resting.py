@@ -137,3 +137,24 @@ def test_layers_that_see_the_same_tensor_share_its_s(monkeypatch: pytest.MonkeyP
             assert torch.allclose(S[name][0, :6, :6], expected)
     assert torch.equal(S["k"], S["v"])
     assert S["k"].data_ptr() != S["v"].data_ptr()
+
+
+def test_a_compiled_model_is_observed_where_guards_look_at_attributes_alone(
+    monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
+) -> None:
+    """By default in torch 2.11: a graph is taken again unless the attributes of a module have changed."""
+    monkeypatch.setattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards", True)
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    models = [proxprop.convert(nn.Sequential(inner, nn.Linear(8, 8)), Exact())]
+    models.append(copy.deepcopy(models[0]))
+    found = []
+    for model, called in zip(models, (models[0], torch.compile(models[1], backend="aot_eager")), strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        proxprop.attach(optimizer, model, running=Running(update_every=3, invert_every=3))
+        for step in range(8):
+            optimizer.zero_grad()
+            called(randn(16, 8, seed=step).float()).square().sum().backward()
+            optimizer.step()
+        found.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(found[0], found[1])

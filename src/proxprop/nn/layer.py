@@ -107,6 +107,7 @@ class ProximalLayer(nn.Module):
     _planned: Planned | None
     _attached: Attachment | None
     _turn: int
+    _rests: bool
     _checked: bool
 
     solver = _setting("solver")
@@ -192,13 +193,17 @@ class ProximalLayer(nn.Module):
         try:
             yield
         finally:
-            (self._observer, self._planned), self.__class__ = before, kind
+            self._observer, self._planned = before
+            self._rest("awake" in vars(kind))
 
     def _rest(self, resting: bool) -> None:
         """Run the plain class's own forward and nothing of ours, or wake up again."""
         kind = type(self)
         awake: Any = vars(kind).get("awake", kind)
         self.__class__ = _resting(awake) if resting else awake
+        self._rests = (
+            resting  # Dynamo of torch 2.11 looks at a module again only if its attributes have changed
+        )
 
     def _note_failure(self, failed: Tensor | None) -> None:
         """Warn once if a solve of this layer failed."""

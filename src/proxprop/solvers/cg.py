@@ -159,7 +159,7 @@ class CG(Solver):
         dims = (-2,) if self.per_output else (-3, -2, -1)
         column = diagonal.unsqueeze(-1) if space == SAMPLE else None
         found = conjugate_gradients(partial(times, W), B, damping, self.iterations, dims, column)
-        return Solution(found.solution, found.lost.flatten(1).any(-1) if found.lost is not None else None)
+        return Solution(found.solution, found.lost.any(-1).any(-1) if found.lost is not None else None)
 
     def _in_eigenbasis(self, basis: eigenbasis.Basis, B: Tensor, damping: float) -> Solution:
         """The iterate in a basis in which the matrix is diagonal, `[groups, size, outputs]`."""
