@@ -13,6 +13,7 @@ from deferred_claims import works
 from layers import SelfAttention
 from proxprop import Exact, Running
 from proxprop.deferred import accumulator
+from quiet import quiet_dynamo
 from training import assert_same, attached, grads, images, plain_model, stepped
 
 RUNNING = Running(update_every=3, invert_every=3)
@@ -139,6 +140,7 @@ def test_layers_that_see_the_same_tensor_share_its_s(monkeypatch: pytest.MonkeyP
     assert S["k"].data_ptr() != S["v"].data_ptr()
 
 
+@quiet_dynamo
 def test_a_compiled_model_is_observed_where_guards_look_at_attributes_alone(
     monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
 ) -> None:
