@@ -140,6 +140,15 @@ def test_layers_that_see_the_same_tensor_share_its_s(monkeypatch: pytest.MonkeyP
     assert S["k"].data_ptr() != S["v"].data_ptr()
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen, self.narrow = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(self.widen(x).relu())
+
+
 @quiet_dynamo
 def test_a_compiled_model_is_observed_where_guards_look_at_attributes_alone(
     monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
@@ -147,8 +156,8 @@ def test_a_compiled_model_is_observed_where_guards_look_at_attributes_alone(
     """By default in torch 2.11: a graph is taken again unless the attributes of a module have changed."""
     monkeypatch.setattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards", True)
     torch.manual_seed(0)
-    inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    models = [proxprop.convert(nn.Sequential(inner, nn.Linear(8, 8)), Exact())]
+    blocks = nn.Sequential(*(Residual() for _ in range(3)))
+    models = [proxprop.convert(nn.Sequential(blocks, nn.Linear(8, 8)), Exact())]
     models.append(copy.deepcopy(models[0]))
     found = []
     for model, called in zip(models, (models[0], torch.compile(models[1], backend="aot_eager")), strict=True):
