@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo
 
 import proxprop
 from cases import randn
@@ -150,11 +151,11 @@ class Residual(nn.Module):
 
 
 @quiet_dynamo
+@dynamo.patch(use_recursive_dict_tags_for_guards=True)
 def test_a_compiled_model_is_observed_where_guards_look_at_attributes_alone(
-    monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
+    fresh_compiler: None,
 ) -> None:
     """By default in torch 2.11: a graph is taken again unless the attributes of a module have changed."""
-    monkeypatch.setattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards", True)
     torch.manual_seed(0)
     blocks = nn.Sequential(*(Residual() for _ in range(3)))
     models = [proxprop.convert(nn.Sequential(blocks, nn.Linear(8, 8)), Exact())]

@@ -165,7 +165,7 @@ class ProximalLayer(nn.Module):
         """Take on settings; `name` is how messages call this layer."""
         self._settings, self._layer_name, self._failures = settings, name, FailureWarner()
         self._observer = self._planned = self._attached = None
-        self._turn = next(_turns)
+        self._turn, self._rests = next(_turns), False
 
     def _call(self) -> LayerCall | None:
         """How the layer is called; None where that is known with an input only, or there is no Gram matrix to sum."""
