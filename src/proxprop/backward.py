@@ -11,7 +11,7 @@ from torch import Tensor
 from proxprop import device, tuning
 from proxprop.direction import Direction, described, planned, prepare, solve
 from proxprop.failures import FailureWarner
-from proxprop.replay import replays, size
+from proxprop.replay import replays
 from proxprop.settings import Settings
 from proxprop.side_streams import SideSolve
 from proxprop.solvers import SAMPLE, Plan
@@ -85,12 +85,10 @@ class Task:
         found = replays(G)
         if found is None or self.observer is not None:
             return None
-        tensors = [*saved, G]
-        promised = self.call.kind.capturable and self.settings.solver.capturable
-        if not promised or size(tensors) > tuning.REPLAYED_MOST_BYTES:
+        if not (self.call.kind.capturable and self.settings.solver.capturable):
             return None
         question = self.call, self.settings, *shapes
-        return found.solve(question, lambda given: self._unmultiplied(given, shapes), tensors)
+        return found.solve(question, lambda given: self._unmultiplied(given, shapes), [*saved, G])
 
     def _unmultiplied(self, tensors: Sequence[Tensor], shapes: Shapes) -> Direction:
         """The direction for the saved tensors and G, of which a large last product is left to be multiplied."""

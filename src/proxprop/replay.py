@@ -86,6 +86,8 @@ class Replays:
             solve: what is captured.
             tensors: of the call.
         """
+        if not are_small(tensors):
+            return None
         layouts = [(t.shape, t.stride(), t.dtype) for t in tensors]
         question = question, device.precision_settings(), *layouts
         with self.lock:
@@ -141,6 +143,11 @@ MOST_SEEN = 4096
 def size(tensors: Sequence[Tensor]) -> int:
     """Bytes of all tensors."""
     return sum([tensor.nbytes for tensor in tensors])
+
+
+def are_small(tensors: Sequence[Tensor]) -> bool:
+    """Whether a GPU copies these tensors in less time than the host takes to launch a solve for them."""
+    return size(tensors) <= tuning.REPLAYED_MOST_BYTES
 
 
 def copied(direction: Direction) -> Direction:

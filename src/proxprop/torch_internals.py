@@ -68,7 +68,7 @@ def steps_in_backward(parameter: Tensor) -> bool:
 
 def has_hooks(parameter: Tensor) -> bool:
     """Whether a hook may act on a gradient in backward. Without it, a step there spoils the input's gradient."""
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return bool(parameter._backward_hooks) or steps_in_backward(parameter)
 
 
 def writes(tensor: Tensor) -> int:

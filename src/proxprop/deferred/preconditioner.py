@@ -11,7 +11,7 @@ from torch import Tensor
 from proxprop import tuning
 from proxprop.device import round_up
 from proxprop.direction import Direction
-from proxprop.replay import replays, size
+from proxprop.replay import replays
 from proxprop.settings import Settings
 from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Exact, Sizes, Solution, Solver
 from proxprop.solvers.cholesky import factorize_whole
@@ -228,15 +228,13 @@ def replayed(
         solve: from the tensors, which it may overwrite, to the solution.
         tensors: what it depends on.
     """
-    found = replays(tensors[0])
-    if found is None or size(tensors) > tuning.REPLAYED_MOST_BYTES:
-        return solve(tensors)
 
     def direction(given: Sequence[Tensor]) -> Direction:
         value, failed = solve(given)
         return Direction((value,), UNPLANNED, failed)
 
-    made = found.solve(question, direction, list(tensors))
+    found = replays(tensors[0])
+    made = found.solve(question, direction, list(tensors)) if found is not None else None
     if made is None:
         return solve(tensors)
     (value,) = made.parameters

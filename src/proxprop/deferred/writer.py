@@ -20,12 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from proxprop import tuning
 from proxprop.backward import no_autocast
 from proxprop.deferred.equation import Block, Equation
 from proxprop.deferred.preconditioner import Inverse, Operator, aligned, replayed, rounded_products
 from proxprop.distributed import mesh_of
-from proxprop.replay import replays, size
+from proxprop.replay import are_small, replays, size
 from proxprop.solvers import DIAGONAL, Solution
 from proxprop.torch_internals import copy_all, local_rows
 from proxprop.transfer import (
@@ -113,8 +112,8 @@ class Plan:
         """Whether the host would take longer to launch the products than to copy all gradients."""
         if len(ready) < 2 or len({stack.P.device for stack, _ in ready}) > 1:
             return False
-        bytes = sum(size(gradients) for _, gradients in ready)
-        return bytes <= tuning.REPLAYED_MOST_BYTES and replays(ready[0][1][0]) is not None
+        given = [gradient for _, gradients in ready for gradient in gradients]
+        return are_small(given) and replays(given[0]) is not None
 
     def _replay(self, ready: Sequence[tuple["Stack", list[Tensor]]]) -> None:
         """Turn all gradients by one CUDA graph, once that is captured; directions come in one piece."""
