@@ -52,6 +52,17 @@ class Affine(Transfer):
             K[:, 0, 0].add_(self.sizes.samples)
         return K
 
+    def rotated_gradient(self, U: Tensor) -> Parameters:
+        """`A'ᵀU`, whose first row holds the mean; the ones column is `√N` there and zero below.
+
+        U may be far larger than D, and `AᵀHU` would round by its size times the mean's. A GPU leaves that product to
+        the layer's own kernel all the same: it always rotates, and would have to form the rows once more.
+        """
+        if self.coarse or U.is_cuda:
+            return super().rotated_gradient(U)
+        bias = U[:, 0].flatten() * self.sizes.samples**0.5 if self.bias else None
+        return self._weight(self._rotated_rows().mT @ U), bias
+
     def _rotated_rows(self) -> Tensor:
         """The rows of rotated samples, with the features in any order."""
         return rotate(self._any_rows())
