@@ -5,7 +5,7 @@ An image as a network
 A network that maps the coordinates of a pixel to its colour stores an image in its weights. Fourier features let it
 reach fine detail, and how much of the detail arrives in a few steps depends on the optimizer. Here Adam and Muon each
 train it on plain gradients and on exact proximal directions, every combination at its best of four learning rates.
-Proximal directions help Adam a lot. They are no substitute for Muon, which is ahead of Adam with either.
+Proximal directions help Adam a lot. Muon on plain gradients is ahead of both Adams, and gains nothing from them here.
 """
 
 import matplotlib.pyplot as plt
@@ -52,7 +52,7 @@ def optimizers(model, name, lr):
     return [muon, torch.optim.Adam(others, lr=lr)]
 
 
-def run(name, solver, lr, steps=100, batch=1024):
+def run(name, solver, lr, steps=100, batch=768):
     """Train on random pixels with a learning rate that falls to zero; return the image and its PSNR in decibels."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -113,4 +113,4 @@ print(f"{psnr['Muon on proximal directions'] - psnr['Muon']:+.1f} dB for Muon")
 print(f"Muon on plain gradients: {psnr['Muon'] - psnr['Adam on proximal directions']:+.1f} dB over the better Adam")
 assert psnr["Adam on proximal directions"] > psnr["Adam"] + 1
 assert psnr["Muon"] > psnr["Adam on proximal directions"]
-assert abs(psnr["Muon on proximal directions"] - psnr["Muon"]) < 1.5
+assert psnr["Muon on proximal directions"] < psnr["Muon"] + 0.5
