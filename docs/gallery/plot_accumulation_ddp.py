@@ -47,7 +47,7 @@ def direction(parts, deferred):
     return torch.cat([p.grad.flatten() for layer in model[:3] for p in layer.parameters()])
 
 
-PARTS = (1, 2, 3, 4, 6, 8, 12, 24)
+PARTS = (2, 3, 4, 6, 8, 12, 24)
 whole = direction(parts=1, deferred=False)
 off = {
     name: [((direction(parts, deferred) - whole).norm() / whole.norm()).item() for parts in PARTS]
@@ -61,7 +61,7 @@ off = {
 for name, distances in off.items():
     print(f"{name:10} " + ", ".join(f"{parts}: {d:.0e}" for parts, d in zip(PARTS, distances, strict=True)))
 assert max(off["deferred"]) < 1e-4
-assert min(off["immediate"][1:]) > 1e-2
+assert min(off["immediate"]) > 1e-2
 
 # %%
 # Two processes
@@ -89,7 +89,7 @@ y = (torch.randn(10, 64) @ (torch.randn(64, 32) @ x.T).relu()).argmax(0)
 model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 10))
 proxprop.convert(model, proxprop.Exact(), tau_theta=10.0, scaling="gradient")  # the first line
 ddp = DistributedDataParallel(model)
-optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=3.0)
 attached = proxprop.attach(optimizer, ddp)  # the second line
 
 losses = []
@@ -101,7 +101,7 @@ for step in range(60):
     dist.all_reduce(loss.detach_())
     losses.append(loss.item() / ranks)
 if rank == 0:
-    print(f"{ranks} process(es): loss {losses[0]:.4f} -> {losses[-1]:.4f}, ", end="")
+    print(f"processes: {ranks}, loss {losses[0]:.4f} -> {losses[-1]:.4f}, ", end="")
     print(f"{attached.bytes_sent / len(losses) / 1e3:.0f} kB sent for S in a step")
     torch.save(losses, sys.argv[1])
 del ddp, attached, optimizer  # before the group: where they outlive it, torch can hang
@@ -139,7 +139,7 @@ left.minorticks_off()
 left.legend(loc="center right")
 right.plot(alone, color=LOOKS["cg:1"]["color"], linewidth=6, label="one process, 960 samples")
 right.plot(together, color="#1a1a1a", linestyle="--", label="two processes, 480 samples each")
-right.set(yscale="log", xlabel="step", title="Training loss")
+right.set(xlabel="step", title="Training loss")
 right.legend()
 plt.show()
 

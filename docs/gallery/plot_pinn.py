@@ -66,7 +66,7 @@ def residual(model, points):
 
 SIDE = 60
 grid = torch.cartesian_prod(torch.linspace(0, 1, SIDE), torch.linspace(0, 1, SIDE))
-STEPS, BATCH = 300, 128
+STEPS, BATCH = 240, 128
 
 
 def run(running, lr):
