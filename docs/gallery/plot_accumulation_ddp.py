@@ -89,7 +89,7 @@ y = (torch.randn(10, 64) @ (torch.randn(64, 32) @ x.T).relu()).argmax(0)
 model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 10))
 proxprop.convert(model, proxprop.Exact(), tau_theta=10.0, scaling="gradient")  # the first line
 ddp = DistributedDataParallel(model)
-optimizer = torch.optim.SGD(ddp.parameters(), lr=3.0)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=2.0)
 attached = proxprop.attach(optimizer, ddp)  # the second line
 
 losses = []

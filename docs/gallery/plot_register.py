@@ -96,6 +96,7 @@ for pair, name in zip((axes[:2], axes[2:]), seen, strict=True):
         limit = values.abs().max().item()
         shown = ax.imshow(values / limit, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
         ax.set(title=f"Layer {name}: {title}", xlabel="output")
+        ax.set_yticks((0, 5, 10, 15, len(values) - 1), ("0", "5", "10", "15", "bias"))
         ax.grid(False)
     pair[0].set_ylabel("feature")
 fig.colorbar(shown, ax=axes, label="relative to the largest entry")
