@@ -4,7 +4,7 @@ Micro-batches and many processes
 
 A proximal direction is no sum over samples, so the mean of the directions of two half batches is not the direction of
 the whole batch. Deferred mode sums :math:`S = A^\\top A` and the gradient first, over micro-batches and over processes,
-and solves once when the optimizer steps. One call of `proxprop.attach` turns it on. You see how far each mode is from
+and solves once when the optimizer steps. One call of :func:`proxprop.attach` turns it on. You see how far each mode is from
 the step of the large batch, and then two processes under ``torchrun`` that take the step of one.
 """
 
@@ -118,8 +118,16 @@ def torchrun(processes):
     with tempfile.TemporaryDirectory() as folder:
         script, losses = Path(folder, "train.py"), Path(folder, "losses.pt")
         script.write_text(SCRIPT)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        done = subprocess.run([*command, script, losses], capture_output=True, text=True, check=False, timeout=300)
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={processes}",
+        ]
+        done = subprocess.run(
+            [*command, script, losses], capture_output=True, text=True, check=False, timeout=300
+        )
         assert done.returncode == 0, done.stderr
         print(done.stdout, end="")
         return torch.load(losses)

@@ -28,7 +28,9 @@ SIZE = 16
 
 def draw_curves(number, seed):
     """Pictures of random curves `[number, SIZE²]`, with values from 0 to 1."""
-    start, middle, end = 0.05 + 0.9 * torch.rand(3, number, 1, 2, generator=torch.Generator().manual_seed(seed))
+    start, middle, end = 0.05 + 0.9 * torch.rand(
+        3, number, 1, 2, generator=torch.Generator().manual_seed(seed)
+    )
     t = torch.linspace(0, 1, 24)[:, None]
     points = (1 - t) ** 2 * start + 2 * t * (1 - t) * middle + t**2 * end
     axis = (torch.arange(SIZE) + 0.5) / SIZE
@@ -114,5 +116,7 @@ plt.show()
 # Adam alone shows clouds. A step takes longer: products of these sizes are too small to hide the solves behind.
 
 (_, _, plain, _, plain_seconds), (_, _, proximal, _, proximal_seconds) = best.values()
-print(f"error {proximal[-1] / plain[-1]:.2f} times Adam's, time {proximal_seconds / plain_seconds:.1f} times Adam's")
+print(
+    f"error {proximal[-1] / plain[-1]:.2f} times Adam's, time {proximal_seconds / plain_seconds:.1f} times Adam's"
+)
 assert proximal[-1] < 0.7 * plain[-1]

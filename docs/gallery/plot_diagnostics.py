@@ -2,7 +2,7 @@
 What the solves did
 ===================
 
-`proxprop.diagnostics` looks into a training run. For every solve it reports the angle between the direction and the
+:mod:`proxprop.diagnostics` looks into a training run. For every solve it reports the angle between the direction and the
 gradient, and how much of the system conjugate gradients left unsolved. It also computes the spectrum of a layer's
 :math:`S = A^\\top A`, which explains both. Nothing is measured, and nothing costs anything, outside a ``with`` block.
 """
@@ -22,7 +22,13 @@ torch.manual_seed(0)
 images, labels = load_digits(return_X_y=True)
 x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
 model = nn.Sequential(
-    nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 10)
+    nn.Linear(64, 96),
+    nn.ReLU(),
+    nn.Linear(96, 96),
+    nn.ReLU(),
+    nn.Linear(96, 96),
+    nn.ReLU(),
+    nn.Linear(96, 10),
 )
 proxprop.convert(model, proxprop.CG(3), tau_theta=1.0)
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, nesterov=True)
@@ -66,8 +72,8 @@ after = spectra()
 print(reports["2"][0].plan)
 
 # %%
-# Four views of one run, a colour for each layer. The residual is :math:`\|B - (\lambda I + S)D\| / \|B\|`, the median over
-# outputs; 0 is an exact solve. The angle is that between D and the gradient; 0 is BackProp.
+# Four views of one run, a colour for each layer. The angle is that between D and the gradient B, and 0 is BackProp. The
+# residual is :math:`\|B - (\lambda I + S)D\| / \|B\|`, the median over outputs, and 0 is an exact solve.
 
 COLOURS = {"0": "#0072B2", "2": "#D55E00", "4": "#009E73"}
 MARKS = {"0": "o", "2": "s", "4": "^"}
@@ -91,14 +97,16 @@ top_right.legend(loc="lower right")
 plt.show()
 # %%
 # The directions are far from the gradient all along, and always less than 90° away, so they descend. In the untrained
-# network S of the upper layers has hardly more than one eigenvalue above :math:`\lambda`, and three steps of conjugate
-# gradients solve such a system well. As the network learns, the spectrum fills up and more is left over after three
-# steps. That is when more iterations, or ``Exact()``, give another direction than ``CG(3)``.
+# network S of the uppermost of the three layers has only a few eigenvalues above :math:`\lambda`, and three steps of
+# conjugate gradients solve such a system well. As the network learns, its spectrum fills up, and in all layers more is
+# left over after three steps. That is when more iterations, or ``Exact()``, give another direction than ``CG(3)``.
 
 for name in LAYERS:
     large = [int((eigenvalues > 1.0).sum()) for eigenvalues in (before[name], after[name])]
     start, end = (sum(part) / len(part) for part in (residuals[name][:4], residuals[name][-10:]))
     print(f"layer {name}: angles {min(angles[name]):.0f}° to {max(angles[name]):.0f}°, ", end="")
     print(f"eigenvalues above λ {large[0]} -> {large[1]}, residual {start:.2f} -> {end:.2f}")
-    assert 20 < min(angles[name]) and max(angles[name]) < 90
-    assert name == "0" or (large[1] > 1.3 * large[0] and end > 1.3 * start)
+    assert min(angles[name]) > 20
+    assert max(angles[name]) < 90
+    assert end > 1.1 * start
+assert large[1] > 1.5 * large[0]  # of the last of the three

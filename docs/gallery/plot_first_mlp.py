@@ -3,7 +3,7 @@ A first MLP
 ===========
 
 Train a small network on scikit-learn's handwritten digits, once as usual and once with proximal directions. The model,
-the optimizer and the training loop are the same: one call of `proxprop.convert` is the whole difference. Each method
+the optimizer and the training loop are the same: one call of :func:`proxprop.convert` is the whole difference. Each method
 gets the same six learning rates and is shown at its own best. You see what that buys per epoch, and what an epoch
 costs.
 """
@@ -72,7 +72,9 @@ for name, solver in METHODS.items():
     ends = [run(solver, lr, seed=0)[0][-1].nan_to_num(nan=torch.inf).item() for lr in RATES]
     print(f"{name:15}" + "".join(f"{end:<12.4f}" for end in ends))
     best[name] = RATES[ends.index(min(ends))]
-    losses, accuracies, seconds[name] = zip(*(run(solver, best[name], seed) for seed in (1, 2, 3)), strict=True)
+    losses, accuracies, seconds[name] = zip(
+        *(run(solver, best[name], seed) for seed in (1, 2, 3)), strict=True
+    )
     loss[name], accuracy[name] = torch.stack(losses), torch.stack(accuracies)
 
 # %%
@@ -82,7 +84,9 @@ fig, axes = plt.subplots(1, 2, figsize=(9.5, 3.8), layout="constrained")
 for ax, curves in zip(axes, (loss, accuracy), strict=True):
     for name, seeds in curves.items():
         ax.plot(seeds.mean(0), **LOOK[name], label=f"{name}, lr {best[name]:g}")
-        ax.fill_between(range(EPOCHS + 1), seeds.amin(0), seeds.amax(0), color=LOOK[name]["color"], alpha=0.15, lw=0)
+        ax.fill_between(
+            range(EPOCHS + 1), seeds.amin(0), seeds.amax(0), color=LOOK[name]["color"], alpha=0.15, lw=0
+        )
     ax.set_xlabel("epoch")
 axes[0].set(yscale="log", title="Training loss")
 axes[1].set(ylim=(0.8, 1.0), yticks=(0.8, 0.85, 0.9, 0.95, 1.0), title="Test accuracy")
@@ -106,6 +110,8 @@ for name in ("CG(3)", "Exact"):
 # a multiple of BackProp's. In wider networks the ratio is much closer to one: ``proxprop.summary`` counts the FLOPs.
 
 for name in ("CG(3)", "Exact"):
-    print(f"{name:10} {min(seconds[name]) / min(seconds['BackProp']):.1f} times BackProp's time on this machine")
+    print(
+        f"{name:10} {min(seconds[name]) / min(seconds['BackProp']):.1f} times BackProp's time on this machine"
+    )
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
 print(proxprop.summary(proxprop.convert(model, proxprop.Exact()), x[:BATCH]))

@@ -70,7 +70,9 @@ def run(name, solver, lr, steps=100, batch=768):
             part.step()
     with torch.no_grad():
         found = model(pixels)
-        return found.reshape(image.shape).clamp(0, 1), -10 * nn.functional.mse_loss(found, colours).log10().item()
+        return found.reshape(image.shape).clamp(0, 1), -10 * nn.functional.mse_loss(
+            found, colours
+        ).log10().item()
 
 
 # %%
@@ -110,7 +112,9 @@ plt.show()
 psnr = {name: found[1] for name, found in best.items()}
 print(f"proximal directions: {psnr['Adam on proximal directions'] - psnr['Adam']:+.1f} dB for Adam, ", end="")
 print(f"{psnr['Muon on proximal directions'] - psnr['Muon']:+.1f} dB for Muon")
-print(f"Muon on plain gradients: {psnr['Muon'] - psnr['Adam on proximal directions']:+.1f} dB over the better Adam")
+print(
+    f"Muon on plain gradients: {psnr['Muon'] - psnr['Adam on proximal directions']:+.1f} dB over the better Adam"
+)
 assert psnr["Adam on proximal directions"] > psnr["Adam"] + 1
 assert psnr["Muon"] > psnr["Adam on proximal directions"]
 assert psnr["Muon on proximal directions"] < psnr["Muon"] + 0.5

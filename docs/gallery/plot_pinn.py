@@ -4,7 +4,7 @@ A network that solves Poisson's equation
 
 A physics-informed network is trained to satisfy a differential equation, so its loss holds second derivatives of the
 network, and training takes third. That needs ``create_graph=True``, which works in deferred mode: backward leaves
-torch's own gradient, and `proxprop.attach` turns it into a direction when the optimizer steps. Here S is a running
+torch's own gradient, and :func:`proxprop.attach` turns it into a direction when the optimizer steps. Here S is a running
 average, so most steps are Adam's own plus one small product per layer. The page shows how to do it, and that both
 methods solve the equation. It is one problem and one seed, so it ranks nothing.
 """
@@ -73,7 +73,13 @@ def run(running, lr):
     """Train; return the model, the residual at the end, and the relative error of u at every tenth step."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)
+        nn.Linear(2, 32),
+        nn.Tanh(),
+        nn.Linear(32, 32),
+        nn.Tanh(),
+        nn.Linear(32, 32),
+        nn.Tanh(),
+        nn.Linear(32, 1),
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     if running is not None:

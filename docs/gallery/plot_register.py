@@ -2,8 +2,8 @@
 A linear layer of another library
 =================================
 
-`proxprop.convert` knows torch's layers. A linear layer that another library wrote under another name is one call away:
-`proxprop.register`. Here such a class stores its weight transposed and sits in a small network. After the call
+:func:`proxprop.convert` knows torch's layers. A linear layer that another library wrote under another name is one call
+of :func:`proxprop.register` away. Here such a class stores its weight transposed and sits in a small network. After the call
 `convert` takes it like ``nn.Linear``, and its direction is checked against the dense formula in float64. The pictures
 show what the formula does to a gradient: it evens out inputs of different scale.
 """
@@ -92,7 +92,9 @@ for name, of in seen.items():
 
 fig, axes = plt.subplots(1, 4, figsize=(12.5, 4), layout="constrained")
 for pair, name in zip((axes[:2], axes[2:]), seen, strict=True):
-    for ax, values, title in zip(pair, (gradients[name], directions[name]), ("gradient", "direction D"), strict=True):
+    for ax, values, title in zip(
+        pair, (gradients[name], directions[name]), ("gradient", "direction D"), strict=True
+    ):
         limit = values.abs().max().item()
         shown = ax.imshow(values / limit, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
         ax.set(title=f"Layer {name}: {title}", xlabel="output")
@@ -106,7 +108,9 @@ plt.show()
 # In numbers: the share of the first layer's entries that its ten quiet inputs have, and the angle between the two.
 
 for title, values in (("gradient", gradients["0"]), ("direction", directions["0"])):
-    print(f"{title:10} {values[10:20].norm() / values.norm():.0%} of the norm in the quiet half of the inputs")
+    print(
+        f"{title:10} {values[10:20].norm() / values.norm():.0%} of the norm in the quiet half of the inputs"
+    )
 for name in seen:
     cosine = nn.functional.cosine_similarity(gradients[name].flatten(), directions[name].flatten(), dim=0)
     print(f"layer {name}: {cosine.acos().rad2deg():.0f}° between direction and gradient")

@@ -2,10 +2,10 @@
 Which step sizes can blow up
 ============================
 
-ProxProp has two step sizes. One is :math:`\\tau_\\theta` inside the system, and it can be made as large as you like: for
+ProxProp has two step sizes. One is :math:`\\tau_\\theta` inside the system, and it can be made as large as you like. For
 one linear layer that is a theorem, and in the network below it holds over eight orders of magnitude. The other is the
-optimizer's learning rate, and it can still be too large: every method here diverges at some rate. What ProxProp changes
-is how wide the range of useful rates is, and where it lies.
+optimizer's learning rate, and it can still be too large: every method here diverges at some rate. What ProxProp
+changes is how wide the range of useful rates is, and where it lies.
 """
 
 import warnings
@@ -20,7 +20,9 @@ from proxprop import CG, Exact
 from proxprop.lab.figures.style import LOOKS, SETTINGS
 
 plt.rcParams.update(SETTINGS)
-warnings.filterwarnings("ignore", category=RuntimeWarning, module="proxprop")  # a diverged layer says so; we know
+warnings.filterwarnings(
+    "ignore", category=RuntimeWarning, module="proxprop"
+)  # a diverged layer says so; we know
 
 images, labels = load_digits(return_X_y=True)
 x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
@@ -32,8 +34,8 @@ x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
 # Fit a linear layer to the digits by least squares, :math:`E(W) = \tfrac12\|AW - Y\|^2`. BackProp's step
 # multiplies the error along an eigenvector of :math:`S = A^\top A` with eigenvalue :math:`\lambda` by
 # :math:`1 - \tau\lambda`, so it diverges if :math:`\tau > 2/\lambda_{\max}`. The proximal step multiplies it by
-# :math:`1/(1 + \tau_\theta\lambda)`, which lies between 0 and 1 for every :math:`\tau_\theta`. Conjugate gradients started
-# at zero can only lower the same objective. So no :math:`\tau_\theta` is too large.
+# :math:`1/(1 + \tau_\theta\lambda)`, which lies between 0 and 1 for every :math:`\tau_\theta`. Conjugate gradients that
+# start at zero can only lower the same objective. So no :math:`\tau_\theta` is too large.
 
 A = torch.cat([x, torch.ones(len(x), 1)], dim=1).double()
 Y = nn.functional.one_hot(y, 10).double()
@@ -96,7 +98,9 @@ def train(solver, lr, tau_theta=1.0, scaling="paper", steps=100):
 
 
 taus = torch.logspace(-3, 5, 5).tolist()
-over_tau = {name: [train(SOLVERS[name], lr=3.0, tau_theta=tau) for tau in taus] for name in ("CG(3)", "Exact")}
+over_tau = {
+    name: [train(SOLVERS[name], lr=3.0, tau_theta=tau) for tau in taus] for name in ("CG(3)", "Exact")
+}
 assert all(loss < 2.2 for losses in over_tau.values() for loss in losses)
 
 # %%
@@ -135,10 +139,13 @@ for ax, steps, curves, failed in zip(
     for name, losses in curves.items():
         draw(ax, steps, losses, name, failed)
     ax.set_ylabel("loss after 100 steps")
-axes[0].set(xlabel=r"$\tau$ or $\tau_\theta$, times $\lambda_{\max}$", ylabel="excess loss after 40 steps, relative")
+axes[0].set(
+    xlabel=r"$\tau$ or $\tau_\theta$, times $\lambda_{\max}$", ylabel="excess loss after 40 steps, relative"
+)
 axes[1].set(xlabel=r"$\tau_\theta$, at a learning rate of 3")
 axes[2].set(xlabel="learning rate")
-for ax, title in zip(axes, ("One linear layer", r"A network over $\mathbf{\tau_\theta}$", "A network over the learning rate")):
+titles = ("One linear layer", r"A network over $\mathbf{\tau_\theta}$", "A network over the learning rate")
+for ax, title in zip(axes, titles, strict=True):
     ax.set_title(title, pad=40)
 axes[0].legend(loc="lower left")
 axes[2].legend(loc="lower left", fontsize=8)
