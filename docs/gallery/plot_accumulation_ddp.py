@@ -2,10 +2,11 @@
 Micro-batches and many processes
 ================================
 
-A proximal direction is no sum over samples, so the mean of the directions of two half batches is not the direction of
-the whole batch. Deferred mode sums :math:`S = A^\\top A` and the gradient first, over micro-batches and over processes,
-and solves once when the optimizer steps. One call of :func:`proxprop.attach` turns it on. You see how far each mode is from
-the step of the large batch, and then two processes under ``torchrun`` that take the step of one.
+A proximal direction is no sum over samples, so the mean of the directions of two half batches is not the
+direction of the whole batch. Deferred mode sums :math:`S = A^\\top A` and the gradient first, over
+micro-batches and over processes, and solves once when the optimizer steps. One call of
+:func:`proxprop.attach` turns it on. You see how far each mode is from the step of the large batch, and then
+two processes under ``torchrun`` that take the step of one.
 """
 
 import subprocess
@@ -26,8 +27,8 @@ plt.rcParams.update(SETTINGS)
 # Micro-batches
 # -------------
 #
-# A batch of 240 samples, inputs of very different scale, a small network. The direction of the whole batch is the
-# reference.
+# A batch of 240 samples, inputs of very different scale, a small network. The direction of the whole batch is
+# the reference.
 
 torch.manual_seed(0)
 x, y = torch.randn(240, 32) * torch.logspace(0, -1.5, 32), torch.randint(10, (240,))
@@ -55,8 +56,8 @@ off = {
 }
 
 # %%
-# The relative distance from the direction of the whole batch. Deferred mode is off by rounding, whatever the split.
-# Immediate mode takes another direction, the more so the smaller the parts are.
+# The relative distance from the direction of the whole batch. Deferred mode is off by rounding, whatever the
+# split. Immediate mode takes another direction, the more so the smaller the parts are.
 
 for name, distances in off.items():
     print(f"{name:10} " + ", ".join(f"{parts}: {d:.0e}" for parts, d in zip(PARTS, distances, strict=True)))
@@ -67,8 +68,9 @@ assert min(off["immediate"]) > 1e-2
 # Two processes
 # -------------
 #
-# Under DistributedDataParallel every process has its own samples, which is the same question again. This is a whole
-# training script. Two of its lines are about proxprop. It also writes its losses to a file, for the figure below.
+# Under DistributedDataParallel every process has its own samples, which is the same question again. This is a
+# whole training script. Two of its lines are about proxprop. It also writes its losses to a file, for the
+# figure below.
 
 SCRIPT = """
 import sys
@@ -109,8 +111,9 @@ dist.destroy_process_group()
 """
 
 # %%
-# ``torchrun`` starts it, here from Python. In a shell the same command is
-# ``torchrun --standalone --nproc-per-node=2 train.py losses.pt``.
+# ``torchrun`` starts it, here from Python. In a shell the same command is::
+#
+#     torchrun --standalone --nproc-per-node=2 train.py losses.pt
 
 
 def torchrun(processes):

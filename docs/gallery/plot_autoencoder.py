@@ -2,10 +2,10 @@
 A deep autoencoder
 ==================
 
-Deep autoencoders with a narrow code are the classic example of networks that gradient descent trains slowly. This one
-squeezes pictures of random curves, which have six degrees of freedom, through a code of six numbers. Adam drives both
-methods: once with BackProp's gradients and once with exact proximal directions, each at its own best of four learning
-rates. The pictures show what the lower loss looks like.
+Deep autoencoders with a narrow code are the classic example of networks that gradient descent trains slowly.
+This one squeezes pictures of random curves, which have six degrees of freedom, through a code of six numbers.
+Adam drives both methods: once with BackProp's gradients and once with exact proximal directions, each at its
+own best of four learning rates. The pictures show what the lower loss looks like.
 """
 
 import time
@@ -112,8 +112,9 @@ for axes, (name, pictures) in zip(right.subplots(3, len(shown)), rows.items(), s
 plt.show()
 
 # %%
-# With the same number of steps the proximal directions end at a much lower error, and the pictures show strokes where
-# Adam alone shows clouds. A step takes longer: products of these sizes are too small to hide the solves behind.
+# With the same number of steps the proximal directions end at a much lower error, and the pictures show
+# strokes where Adam alone shows clouds. A step takes longer: products of these sizes are too small to hide
+# the solves behind.
 
 (_, _, plain, _, plain_seconds), (_, _, proximal, _, proximal_seconds) = best.values()
 print(

@@ -3,10 +3,10 @@ A solver of your own
 ====================
 
 A solver gets :math:`S = A^\\top A` and the gradient :math:`B = A^\\top G` and returns something close to
-:math:`D = (\\lambda I + S)^{-1} B`. Subclass :class:`proxprop.Solver` to bring your own: name the spaces it works in,
-count its FLOPs, and implement one method for each space. Here that is Chebyshev's iteration in feature space, which
-needs no inner products, only bounds on the eigenvalues. You see how fast it comes close to ``Exact()``, next to
-``CG(k)``, and that it trains a network.
+:math:`D = (\\lambda I + S)^{-1} B`. Subclass :class:`proxprop.Solver` to bring your own: name the spaces it
+works in, count its FLOPs, and implement one method for each space. Here that is Chebyshev's iteration in
+feature space, which needs no inner products, only bounds on the eigenvalues. You see how fast it comes close
+to ``Exact()``, next to ``CG(k)``, and that it trains a network.
 """
 
 from dataclasses import dataclass
@@ -24,9 +24,10 @@ from proxprop.solvers import Sizes, Solution
 plt.rcParams.update(SETTINGS)
 
 # %%
-# The solver. All eigenvalues of :math:`\lambda I + S` lie between :math:`\lambda` and :math:`\lambda` plus the largest
-# row sum of :math:`|S|`. Shapes are ``S [groups, features, features]`` and ``B [groups, features, outputs]``, and the
-# columns of B are independent problems. Scaling B scales the result, and NaN passes through, as a solver should let it.
+# The solver. All eigenvalues of :math:`\lambda I + S` lie between :math:`\lambda` and :math:`\lambda` plus
+# the largest row sum of :math:`|S|`. Shapes are ``S [groups, features, features]`` and ``B [groups, features,
+# outputs]``, and the columns of B are independent problems. Scaling B scales the result, and NaN passes
+# through, as a solver should let it.
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class Chebyshev(proxprop.Solver):
 
 
 # %%
-# It goes wherever ``CG(3)`` or ``Exact()`` would. First, how close it comes to the exact direction of one layer, for two
-# values of :math:`\tau_\theta`.
+# It goes wherever ``CG(3)`` or ``Exact()`` would. First, how close it comes to the exact direction of one
+# layer, for two values of :math:`\tau_\theta`.
 
 images, labels = load_digits(return_X_y=True)
 x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
@@ -114,8 +115,8 @@ TRAINED = {
 curves = {name: train(solver) for name, (solver, _) in TRAINED.items()}
 
 # %%
-# The gap to the exact direction closes with every product. The two lines of a method are two systems: the larger
-# :math:`\tau_\theta` is, the worse conditioned is its system and the slower is either iteration.
+# The gap to the exact direction closes with every product. The two lines of a method are two systems: the
+# larger :math:`\tau_\theta` is, the worse conditioned is its system and the slower is either iteration.
 
 fig, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4), layout="constrained")
 for (name, tau_theta), distances in distance.items():
@@ -133,8 +134,8 @@ right.legend()
 plt.show()
 
 # %%
-# Conjugate gradients need far fewer products for the same accuracy, because they find out by themselves where the
-# eigenvalues are. With enough steps the new solver trains as the exact one does.
+# Conjugate gradients need far fewer products for the same accuracy, because they find out by themselves where
+# the eigenvalues are. With enough steps the new solver trains as the exact one does.
 
 for name, losses in curves.items():
     print(f"{name:14} training loss {losses[-1]:.4f}")

@@ -2,9 +2,10 @@
 What the solves did
 ===================
 
-:mod:`proxprop.diagnostics` looks into a training run. For every solve it reports the angle between the direction and the
-gradient, and how much of the system conjugate gradients left unsolved. It also computes the spectrum of a layer's
-:math:`S = A^\\top A`, which explains both. Nothing is measured, and nothing costs anything, outside a ``with`` block.
+:mod:`proxprop.diagnostics` looks into a training run. For every solve it reports the angle between the
+direction and the gradient, and how much of the system conjugate gradients left unsolved. It also computes the
+spectrum of a layer's :math:`S = A^\\top A`, which explains both. Nothing is measured, and nothing costs
+anything, outside a ``with`` block.
 """
 
 import matplotlib.pyplot as plt
@@ -35,7 +36,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, nesterov=T
 LAYERS = ("0", "2", "4")  # the last one stays explicit, so there is nothing to observe
 
 # %%
-# A training loop that looks at every fifth step. ``observe`` yields a dict from the name of a layer to its reports.
+# A training loop that looks at every fifth step. ``observe`` yields a dict from the name of a layer to its
+# reports.
 
 
 def step(batch):
@@ -72,8 +74,9 @@ after = spectra()
 print(reports["2"][0].plan)
 
 # %%
-# Four views of one run, a colour for each layer. The angle is that between D and the gradient B, and 0 is BackProp. The
-# residual is :math:`\|B - (\lambda I + S)D\| / \|B\|`, the median over outputs, and 0 is an exact solve.
+# Four views of one run, a colour for each layer. The angle is that between D and the gradient B, and 0 is
+# BackProp. The residual is :math:`\|B - (\lambda I + S)D\| / \|B\|`, the median over outputs, and 0 is an
+# exact solve.
 
 COLOURS = {"0": "#0072B2", "2": "#D55E00", "4": "#009E73"}
 MARKS = {"0": "o", "2": "s", "4": "^"}
@@ -96,10 +99,11 @@ low_right.set(yscale="log", title="Eigenvalues of S (dotted: before training)", 
 top_right.legend(loc="lower right")
 plt.show()
 # %%
-# The directions are far from the gradient all along, and always less than 90° away, so they descend. In the untrained
-# network S of the uppermost of the three layers has only a few eigenvalues above :math:`\lambda`, and three steps of
-# conjugate gradients solve such a system well. As the network learns, its spectrum fills up, and in all layers more is
-# left over after three steps. That is when more iterations, or ``Exact()``, give another direction than ``CG(3)``.
+# The directions are far from the gradient all along, and always less than 90° away, so they descend. In the
+# untrained network S of the uppermost of the three layers has only a few eigenvalues above :math:`\lambda`,
+# and three steps of conjugate gradients solve such a system well. As the network learns, its spectrum fills
+# up, and in all layers more is left over after three steps. That is when more iterations, or ``Exact()``,
+# give another direction than ``CG(3)``.
 
 for name in LAYERS:
     large = [int((eigenvalues > 1.0).sum()) for eigenvalues in (before[name], after[name])]

@@ -2,10 +2,10 @@
 A first MLP
 ===========
 
-Train a small network on scikit-learn's handwritten digits, once as usual and once with proximal directions. The model,
-the optimizer and the training loop are the same: one call of :func:`proxprop.convert` is the whole difference. Each method
-gets the same six learning rates and is shown at its own best. You see what that buys per epoch, and what an epoch
-costs.
+Train a small network on scikit-learn's handwritten digits, once as usual and once with proximal directions.
+The model, the optimizer and the training loop are the same: one call of :func:`proxprop.convert` is the whole
+difference. Each method gets the same six learning rates and is shown at its own best. You see what that buys
+per epoch, and what an epoch costs.
 """
 
 import time
@@ -29,8 +29,8 @@ order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
 train, test = order[500:], order[:500]
 
 # %%
-# One run. The solver is the only thing that differs between the methods: ``None`` is BackProp, ``CG(3)`` takes three
-# conjugate-gradient steps towards the proximal direction, ``Exact()`` solves for it.
+# One run. The solver is the only thing that differs between the methods: ``None`` is BackProp, ``CG(3)``
+# takes three conjugate-gradient steps towards the proximal direction, ``Exact()`` solves for it.
 
 EPOCHS, BATCH = 10, 100
 
@@ -59,8 +59,8 @@ def run(solver, lr, seed):
 
 
 # %%
-# Every method tries the same rates, with one seed. A rate is judged by the training loss it ends with, and a run that
-# diverged counts as infinitely bad. Then each method trains at its best rate with three other seeds.
+# Every method tries the same rates, with one seed. A rate is judged by the training loss it ends with, and a
+# run that diverged counts as infinitely bad. Then each method trains at its best rate with three other seeds.
 
 RATES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 METHODS = {"BackProp": None, "CG(3)": proxprop.CG(3), "Exact": proxprop.Exact()}
@@ -95,8 +95,8 @@ axes[0].legend()
 plt.show()
 
 # %%
-# In the same number of epochs the proximal methods reach a training loss several times lower. The test accuracy of
-# these small networks gains far less: all of them fit the digits.
+# In the same number of epochs the proximal methods reach a training loss several times lower. The test
+# accuracy of these small networks gains far less: all of them fit the digits.
 
 for name in METHODS:
     end, correct = loss[name][:, -1].mean(), accuracy[name][:, -1].mean()
@@ -106,8 +106,9 @@ for name in ("CG(3)", "Exact"):
     assert abs(accuracy[name][:, -1].mean() - accuracy["BackProp"][:, -1].mean()) < 0.03
 
 # %%
-# An epoch is not free. In a network this small the time goes into starting many short operations, so a step costs
-# a multiple of BackProp's. In wider networks the ratio is much closer to one: ``proxprop.summary`` counts the FLOPs.
+# An epoch is not free. In a network this small the time goes into starting many short operations, so a step
+# costs a multiple of BackProp's. In wider networks the ratio is much closer to one: ``proxprop.summary``
+# counts the FLOPs.
 
 for name in ("CG(3)", "Exact"):
     print(

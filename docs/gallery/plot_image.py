@@ -2,10 +2,11 @@
 An image as a network
 =====================
 
-A network that maps the coordinates of a pixel to its colour stores an image in its weights. Fourier features let it
-reach fine detail, and how much of the detail arrives in a few steps depends on the optimizer. Here Adam and Muon each
-train it on plain gradients and on exact proximal directions, every combination at its best of four learning rates.
-Proximal directions help Adam a lot. Muon on plain gradients is ahead of both Adams, and gains nothing from them here.
+A network that maps the coordinates of a pixel to its colour stores an image in its weights. Fourier features
+let it reach fine detail, and how much of the detail arrives in a few steps depends on the optimizer. Here
+Adam and Muon each train it on plain gradients and on exact proximal directions, every combination at its best
+of four learning rates. Proximal directions help Adam a lot. Muon on plain gradients is ahead of both Adams,
+and gains nothing from them here.
 """
 
 import matplotlib.pyplot as plt

@@ -2,11 +2,12 @@
 A network that solves Poisson's equation
 ========================================
 
-A physics-informed network is trained to satisfy a differential equation, so its loss holds second derivatives of the
-network, and training takes third. That needs ``create_graph=True``, which works in deferred mode: backward leaves
-torch's own gradient, and :func:`proxprop.attach` turns it into a direction when the optimizer steps. Here S is a running
-average, so most steps are Adam's own plus one small product per layer. The page shows how to do it, and that both
-methods solve the equation. It is one problem and one seed, so it ranks nothing.
+A physics-informed network is trained to satisfy a differential equation, so its loss holds second derivatives
+of the network. That needs ``create_graph=True``, which works in deferred mode:
+backward leaves torch's own gradient, and :func:`proxprop.attach` turns it into a direction when the optimizer
+steps. Here S is a running average, so most steps are Adam's own plus one small product per layer. The page
+shows how to do it, and that both methods solve the equation. It is one problem and one seed, so it ranks
+nothing.
 """
 
 from math import pi
@@ -21,8 +22,8 @@ from proxprop.lab.figures.style import LOOKS, SETTINGS
 plt.rcParams.update(SETTINGS)
 
 # %%
-# The problem: :math:`-\Delta u = f` on the unit square with :math:`u = 0` on its border. We choose u and compute f from
-# it, so that the error is known.
+# The problem: :math:`-\Delta u = f` on the unit square with :math:`u = 0` on its border. We choose u and
+# compute f from it, so that the error is known.
 
 
 def waves(points):
@@ -44,7 +45,8 @@ def f(points):
 
 
 # %%
-# The network is multiplied by a function that vanishes on the border, so only the equation is left to be learned.
+# The network is multiplied by a function that vanishes on the border, so only the equation is left to be
+# learned.
 
 
 def u(model, points):
@@ -106,7 +108,8 @@ for name, running in {"Adam": None, "Adam, running S": proxprop.Running()}.items
     print(f"{name:16} " + ", ".join(f"lr {lr:g}: residual {r:.2g}" for lr, (_, r, _) in runs.items()))
 
 # %%
-# Each method is shown at the rate with the smallest residual, which is all one could judge by if u were not known.
+# Each method is shown at the rate with the smallest residual, which is all one could judge by if u were not
+# known.
 
 fig, axes = plt.subplots(1, 4, figsize=(12.5, 3.2), width_ratios=(1.5, 1, 1, 1), layout="constrained")
 LOOK = {"Adam": LOOKS["backprop"], "Adam, running S": LOOKS["running:10"]}
@@ -136,8 +139,8 @@ axes[0].legend()
 plt.show()
 
 # %%
-# S holds the rows of the forward pass and not those of the derivatives, as the page on deferred mode explains. The
-# directions stay descent directions, and the equation is solved.
+# S holds the rows of the forward pass and not those of the derivatives, as the page on deferred mode
+# explains. The directions stay descent directions, and the equation is solved.
 
 ends = {name: found[3][-1] for name, found in best.items()}
 for name, error in ends.items():

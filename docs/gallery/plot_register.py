@@ -2,10 +2,11 @@
 A linear layer of another library
 =================================
 
-:func:`proxprop.convert` knows torch's layers. A linear layer that another library wrote under another name is one call
-of :func:`proxprop.register` away. Here such a class stores its weight transposed and sits in a small network. After the call
-`convert` takes it like ``nn.Linear``, and its direction is checked against the dense formula in float64. The pictures
-show what the formula does to a gradient: it evens out inputs of different scale.
+:func:`proxprop.convert` knows torch's layers. A linear layer that another library wrote under another name is
+one call of :func:`proxprop.register` away. Here such a class stores its weight transposed and sits in a small
+network. After the call `convert` takes it like ``nn.Linear``, and its direction is checked against the dense
+formula in float64. The pictures show what the formula does to a gradient: it evens out inputs of different
+scale.
 """
 
 import matplotlib.pyplot as plt
@@ -38,7 +39,8 @@ class Dense(nn.Module):
 model = nn.Sequential(Dense(20, 24), nn.Tanh(), Dense(24, 24), nn.Tanh(), nn.Linear(24, 3)).double()
 
 # %%
-# Unregistered, the layers stay as they are, and since nothing else is left to convert, an error says what to do.
+# Unregistered, the layers stay as they are, and since nothing else is left to convert, an error says what to
+# do.
 
 try:
     proxprop.convert(model, proxprop.Exact(), tau_theta=0.1)
@@ -54,8 +56,8 @@ proxprop.convert(model, proxprop.Exact(), tau_theta=0.1)
 print(model)
 
 # %%
-# Backward on inputs whose scale falls from 1 to 0.03. Hooks keep what the formula needs: the rows A that a layer saw
-# (with a column of ones for the bias), and the gradient G that arrived at its output.
+# Backward on inputs whose scale falls from 1 to 0.03. Hooks keep what the formula needs: the rows A that a
+# layer saw (with a column of ones for the bias), and the gradient G that arrived at its output.
 
 x = torch.randn(200, 20, dtype=torch.float64) * torch.logspace(0, -1.5, 20)
 y = torch.randint(3, (200,))
@@ -87,8 +89,9 @@ for name, of in seen.items():
     assert distance < 1e-9
 
 # %%
-# Gradient and direction of both layers. Rows are features, columns outputs, and the last row is the bias. In the first
-# layer the gradient is large for the loud inputs on top. The direction reaches the quiet ones below as well.
+# Gradient and direction of both layers. Rows are features, columns outputs, and the last row is the bias. In
+# the first layer the gradient is large for the loud inputs on top. The direction reaches the quiet ones below
+# as well.
 
 fig, axes = plt.subplots(1, 4, figsize=(12.5, 4), layout="constrained")
 for pair, name in zip((axes[:2], axes[2:]), seen, strict=True):
@@ -105,7 +108,8 @@ fig.colorbar(shown, ax=axes, label="relative to the largest entry")
 plt.show()
 
 # %%
-# In numbers: the share of the first layer's entries that its ten quiet inputs have, and the angle between the two.
+# In numbers: the share of the first layer's entries that its ten quiet inputs have, and the angle between the
+# two.
 
 for title, values in (("gradient", gradients["0"]), ("direction", directions["0"])):
     print(

@@ -2,10 +2,10 @@
 Which step sizes can blow up
 ============================
 
-ProxProp has two step sizes. One is :math:`\\tau_\\theta` inside the system, and it can be made as large as you like. For
-one linear layer that is a theorem, and in the network below it holds over eight orders of magnitude. The other is the
-optimizer's learning rate, and it can still be too large: every method here diverges at some rate. What ProxProp
-changes is how wide the range of useful rates is, and where it lies.
+ProxProp has two step sizes. One is :math:`\\tau_\\theta` inside the system, and it can be made as large as
+you like. For one linear layer that is a theorem, and in the network below it holds over eight orders of
+magnitude. The other is the optimizer's learning rate, and it can still be too large: every method here
+diverges at some rate. What ProxProp changes is how wide the range of useful rates is, and where it lies.
 """
 
 import warnings
@@ -33,9 +33,9 @@ x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
 #
 # Fit a linear layer to the digits by least squares, :math:`E(W) = \tfrac12\|AW - Y\|^2`. BackProp's step
 # multiplies the error along an eigenvector of :math:`S = A^\top A` with eigenvalue :math:`\lambda` by
-# :math:`1 - \tau\lambda`, so it diverges if :math:`\tau > 2/\lambda_{\max}`. The proximal step multiplies it by
-# :math:`1/(1 + \tau_\theta\lambda)`, which lies between 0 and 1 for every :math:`\tau_\theta`. Conjugate gradients that
-# start at zero can only lower the same objective. So no :math:`\tau_\theta` is too large.
+# :math:`1 - \tau\lambda`, so it diverges if :math:`\tau > 2/\lambda_{\max}`. The proximal step multiplies it
+# by :math:`1/(1 + \tau_\theta\lambda)`, which lies between 0 and 1 for every :math:`\tau_\theta`. Conjugate
+# gradients that start at zero can only lower the same objective. So no :math:`\tau_\theta` is too large.
 
 A = torch.cat([x, torch.ones(len(x), 1)], dim=1).double()
 Y = nn.functional.one_hot(y, 10).double()
@@ -74,8 +74,9 @@ for name in ("CG(3)", "Exact"):
 # A network
 # ---------
 #
-# Nothing guarantees this for a network, where all layers move at once and the loss is no square. Here is a small MLP,
-# trained for a hundred steps of plain SGD. First :math:`\tau_\theta` varies and the learning rate stays put.
+# Nothing guarantees this for a network, where all layers move at once and the loss is no square. Here is a
+# small MLP, trained for a hundred steps of plain SGD. First :math:`\tau_\theta` varies and the learning rate
+# stays put.
 
 
 def train(solver, lr, tau_theta=1.0, scaling="paper", steps=100):
@@ -104,8 +105,8 @@ over_tau = {
 assert all(loss < 2.2 for losses in over_tau.values() for loss in losses)
 
 # %%
-# Then the learning rate varies over five orders of magnitude. ``scaling="gradient"`` is the same direction in another
-# length: it moves the useful rates next to BackProp's.
+# Then the learning rate varies over five orders of magnitude. ``scaling="gradient"`` is the same direction in
+# another length: it moves the useful rates next to BackProp's.
 
 rates = torch.logspace(-2, 3, 11).tolist()
 over_rate = {
@@ -152,9 +153,9 @@ axes[2].legend(loc="lower left", fontsize=8)
 plt.show()
 
 # %%
-# Call a rate useful if the network reaches a loss below 0.6 within a hundred steps. The range of useful rates is wider
-# with proximal directions, and the best loss in it is lower. It is not unlimited: each method has rates that are too
-# large, so a proximal step is no reason not to tune the rate.
+# Call a rate useful if the network reaches a loss below 0.6 within a hundred steps. The range of useful rates
+# is wider with proximal directions, and the best loss in it is lower. It is not unlimited: each method has
+# rates that are too large, so a proximal step is no reason not to tune the rate.
 
 ranges = {}
 for name, losses in over_rate.items():
