@@ -145,4 +145,6 @@ for tau_theta in TAUS:
         for cg, other in zip(distance["CG", tau_theta], distance["Chebyshev", tau_theta], strict=True)
     )
     assert distance["Chebyshev", tau_theta] == sorted(distance["Chebyshev", tau_theta], reverse=True)
+for name in SOLVERS:
+    assert distance[name, 1.0][3] > distance[name, 0.01][3]
 assert curves["Chebyshev(30)"][-1] < 3 * curves["Exact()"][-1]

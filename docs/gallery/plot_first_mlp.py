@@ -95,8 +95,8 @@ axes[0].legend()
 plt.show()
 
 # %%
-# In the same number of epochs the proximal methods reach a training loss several times lower. The test
-# accuracy of these small networks gains far less: all of them fit the digits.
+# In the same number of epochs the proximal methods reach a clearly lower training loss. The test accuracy of
+# these small networks gains far less: all of them fit the digits.
 
 for name in METHODS:
     end, correct = loss[name][:, -1].mean(), accuracy[name][:, -1].mean()
@@ -107,8 +107,8 @@ for name in ("CG(3)", "Exact"):
 
 # %%
 # An epoch is not free. In a network this small the time goes into starting many short operations, so a step
-# costs a multiple of BackProp's. In wider networks the ratio is much closer to one: ``proxprop.summary``
-# counts the FLOPs.
+# takes a multiple of BackProp's time, although it needs far fewer extra FLOPs, which ``proxprop.summary``
+# counts. The page on performance has the ratios of larger networks.
 
 for name in ("CG(3)", "Exact"):
     print(

@@ -3,11 +3,10 @@ A network that solves Poisson's equation
 ========================================
 
 A physics-informed network is trained to satisfy a differential equation, so its loss holds second derivatives
-of the network. That needs ``create_graph=True``, which works in deferred mode:
-backward leaves torch's own gradient, and :func:`proxprop.attach` turns it into a direction when the optimizer
-steps. Here S is a running average, so most steps are Adam's own plus one small product per layer. The page
-shows how to do it, and that both methods solve the equation. It is one problem and one seed, so it ranks
-nothing.
+of the network. That needs ``create_graph=True``, which works in deferred mode: backward leaves torch's own
+gradient, and :func:`proxprop.attach` turns it into a direction when the optimizer steps. Here S is a running
+average, so most steps are Adam's own plus one small product per layer. The page shows how to do it, and that
+both methods solve the equation. It is one problem and one seed, so it ranks nothing.
 """
 
 from math import pi

@@ -105,8 +105,8 @@ over_tau = {
 assert all(loss < 2.2 for losses in over_tau.values() for loss in losses)
 
 # %%
-# Then the learning rate varies over five orders of magnitude. ``scaling="gradient"`` is the same direction in
-# another length: it moves the useful rates next to BackProp's.
+# Then the learning rate varies over five orders of magnitude. With ``scaling="gradient"`` the direction is as
+# long as a gradient where S is small, which moves the useful rates closer to BackProp's.
 
 rates = torch.logspace(-2, 3, 11).tolist()
 over_rate = {
@@ -118,9 +118,9 @@ over_rate = {
 LOOK['Exact, scaling="gradient"'] = {"color": "#E69F00", "linestyle": "-.", "marker": "X"}
 
 # %%
-# Crosses on top mark runs that ended above where they began, or not at all.
+# Crosses on top mark runs that diverged, or ended above the loss of a network that knows nothing.
 
-START = nn.functional.cross_entropy(torch.zeros(1, 10), y[:1]).item()  # a network that knows nothing: ln 10
+START = nn.functional.cross_entropy(torch.zeros(1, 10), y[:1]).item()  # ln 10
 
 
 def draw(ax, steps, losses, name, failed):
