@@ -1,4 +1,4 @@
-"""The pages of the gallery have the form that sphinx-gallery reads; that they run is slow, and `make site` runs them."""
+"""The pages of the gallery have the form that sphinx-gallery reads. Running them is slow, and `make site` does it too."""
 
 import ast
 import os

@@ -113,7 +113,7 @@ plt.show()
 
 # %%
 # With the same number of steps the proximal directions end at a much lower error, and the pictures show
-# strokes where Adam alone shows clouds. A step takes longer, here by the factor printed below.
+# strokes where Adam alone shows clouds. The last line also says what that cost in time.
 
 (_, _, plain, _, plain_seconds), (_, _, proximal, _, proximal_seconds) = best.values()
 print(

@@ -106,9 +106,9 @@ for name in ("CG(3)", "Exact"):
     assert abs(accuracy[name][:, -1].mean() - accuracy["BackProp"][:, -1].mean()) < 0.03
 
 # %%
-# An epoch is not free. In a network this small the time goes into starting many short operations, so a step
-# takes a multiple of BackProp's time, although it needs far fewer extra FLOPs, which ``proxprop.summary``
-# counts. The page on performance has the ratios of larger networks.
+# An epoch is not free. This is what it took here, and the extra FLOPs that :func:`proxprop.summary` counts.
+# In a network this small much of the time goes into starting many short operations. The page on performance
+# has the ratios of larger networks.
 
 for name in ("CG(3)", "Exact"):
     print(

@@ -141,8 +141,6 @@ plt.show()
 # S holds the rows of the forward pass and not those of the derivatives, as the page on deferred mode
 # explains. The directions stay descent directions, and the equation is solved.
 
-ends = {name: found[3][-1] for name, found in best.items()}
-for name, error in ends.items():
-    print(f"{name:16} relative error {error:.2%}")
-    assert error < 0.05
-assert 0.1 < ends["Adam, running S"] / ends["Adam"] < 10
+for name, (_, _, _, errors) in best.items():
+    print(f"{name:16} relative error {errors[-1]:.2%}")
+    assert errors[-1] < 0.05

@@ -16,8 +16,8 @@ from torch import nn
 import proxprop
 from proxprop.lab.figures.style import SETTINGS
 
-plt.rcParams.update(SETTINGS)
 torch.manual_seed(0)
+plt.rcParams.update(SETTINGS)
 
 # %%
 # The layer of the other library. It computes :math:`xW + b`, with W of shape ``[features, outputs]``.

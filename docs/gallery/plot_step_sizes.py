@@ -125,7 +125,8 @@ START = nn.functional.cross_entropy(torch.zeros(1, 10), y[:1]).item()  # ln 10
 
 def draw(ax, steps, losses, name, failed):
     """A curve of what trained, and crosses for what did not."""
-    ax.plot(steps, [loss if loss < failed else torch.nan for loss in losses], **LOOK[name], label=name)
+    shown = [loss if loss < failed else torch.nan for loss in losses]
+    ax.plot(steps, shown, **LOOK[name], label=name, zorder=3 if name == "BackProp" else 2)
     lost = [step for step, loss in zip(steps, losses, strict=True) if not loss < failed]
     height = 1.02 + 0.04 * list(over_rate).index(name)
     style = {"marker": "x", "s": 22, "color": LOOK[name]["color"], "clip_on": False}
