@@ -59,7 +59,7 @@ myst_enable_extensions = ["amsmath", "attrs_inline", "colon_fence", "deflist", "
 myst_heading_anchors = 4
 myst_substitutions = numbers_from_records.found()
 nb_execution_mode = "force"
-nb_execution_raise_on_error = True
+nb_execution_show_tb = True  # a cell that fails is a warning, and warnings are errors
 nb_execution_timeout = 120
 nb_merge_streams = True
 

@@ -123,17 +123,19 @@ def gpt() -> dict[str, str]:
 
 def costs() -> dict[str, str]:
     """Whole steps beside BackProp's, eager on one H200."""
-    lines = []
+    lines, measured = [], []
     for name, title in WAYS.items():
         record = json.loads((RESULTS / "bench" / f"h200-ways-{name}.json").read_text())["rows"]
         ratios = {(r["way"], r["method"]): f"{r['ratio']:.2f}" for r in record if r["ratio"]}
         keys = [(way, method) for way in ("eager", "compile") for method in ("cg3", "exact")]
+        measured += [float(ratios[key]) for key in keys if key in ratios]
         lines.append([title, *(ratios.get(key, "–") for key in keys)])
     head = ["network", "eager, cg3", "eager, exact", "compiled, cg3", "compiled, exact"]
     averaged = json.loads((RESULTS / "bench" / "running-h200.json").read_text())["rows"]
     steps = {(r["network"], r["method"]): f"{r['ratio']:.2f}" for r in averaged if r["way"] == "eager"}
     every = {"running_gpt_10": steps["gpt", "every 10"], "running_gpt_32": steps["gpt", "every 32"]}
-    return {"table_ways": table(head, lines), **every}
+    ends = {"ways_least": f"{min(measured):.1f}", "ways_most": f"{max(measured):.1f}"}
+    return {"table_ways": table(head, lines), **ends, **every}
 
 
 WAYS = {
