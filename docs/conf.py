@@ -24,7 +24,6 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
-    "sphinx.ext.viewcode",
     "sphinx_gallery.gen_gallery",
     "mathml",
     "public_names",
@@ -35,10 +34,10 @@ exclude_patterns = [
     "extensions",
     "auto_gallery/*.ipynb",
     "auto_gallery/*.py",
+    "sg_execution_times.rst",
     "**/sg_execution_times.rst",
 ]
 default_role = "code"
-smartquotes_action = "qe"  # two hyphens begin an option here
 html_math_renderer = "mathml"
 
 sphinx_gallery_conf = {

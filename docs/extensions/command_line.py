@@ -1,5 +1,6 @@
 """The directive `command-line`: every command and option of `proxprop`, read from the application itself."""
 
+import re
 from typing import Any
 
 import typer
@@ -35,7 +36,7 @@ def prose(text: str) -> str:
     for above, line in zip(["", *lines], lines, strict=False):
         if line.startswith("    ") and not above.startswith("    "):
             found += ["", ".. code-block:: sh", ""]
-        found.append(line if line.startswith("    ") else line.replace("*", r"\*"))
+        found.append(line if line.startswith("    ") else marked(line))
     return "\n".join(found)
 
 
@@ -47,8 +48,13 @@ def options(command: Any, context: Any) -> list[str]:
             parameter.human_readable_name,
             parameter.help or "",
         )
-        lines += [f"``{shown}``", f"   {' '.join(text.split())}".replace("*", r"\*"), ""]
+        lines += [f"``{shown}``", f"   {marked(' '.join(text.split()))}", ""]
     return lines
+
+
+def marked(text: str) -> str:
+    """Text in which options look like options."""
+    return re.sub(r"(?<!\S)--[a-z-]+", r"``\g<0>``", text.replace("*", r"\*"))
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

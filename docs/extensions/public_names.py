@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from docutils import nodes
+from modules_described import home, names
 from sphinx.application import Sphinx
 from sphinx.errors import PycodeError
 from sphinx.pycode import ModuleAnalyzer
@@ -28,20 +29,6 @@ class PublicNames(SphinxDirective):
             if where == module.__name__ and not isinstance(getattr(module, name), ModuleType):
                 lines += ["", *described(module, name)]
         return self.parse_text_to_nodes("\n".join(lines))
-
-
-def names(module: ModuleType) -> list[str]:
-    """What a module makes public: its `__all__`, or what it defines under a name without an underscore."""
-    own = [
-        name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__
-    ]
-    return getattr(module, "__all__", [name for name in own if not name.startswith("_")])
-
-
-def home(module: ModuleType, name: str) -> str:
-    """The module under which a name is described: `proxprop` where it is public there as well."""
-    package = import_module(module.__name__.partition(".")[0])
-    return package.__name__ if name in package.__all__ else module.__name__
 
 
 def is_data(module: ModuleType, name: str) -> bool:
