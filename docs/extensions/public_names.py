@@ -39,13 +39,13 @@ def is_data(module: ModuleType, name: str) -> bool:
 
 def described(module: ModuleType, name: str) -> list[str]:
     """What has autodoc describe one name, under the name that users write."""
-    full = f"{module.__name__}.{name}"
+    full, value = f"{module.__name__}.{name}", getattr(module, name)
     if is_data(module, name):
-        value = getattr(module, name)
         shown = f"   :value: {value!r}" if isinstance(value, str | tuple) else "   :type: type"
         return [f".. py:data:: {full}", shown, "", f"   {comment(module, name)}"]
-    if inspect.isclass(getattr(module, name)):
-        return [f".. autoclass:: {full}", "   :members:", "   :exclude-members: forward"]
+    if inspect.isclass(value):
+        left_out = ", ".join(["forward", "plain", *getattr(value, "_fields", ())])
+        return [f".. autoclass:: {full}", "   :members:", f"   :exclude-members: {left_out}"]
     return [f".. autofunction:: {full}"]
 
 
@@ -67,8 +67,11 @@ SECTIONS = {"Args:", "Attributes:", "Example:", "Raises:", "Returns:", "Yields:"
 def literal_formulas(
     app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
 ) -> None:
-    """Show an indented paragraph of a docstring as it is: it is a formula or a table, not a quotation."""
-    found: list[str] = []
+    """Show an indented paragraph of a docstring as it is: it is a formula or a table, not a quotation.
+
+    A blank first line keeps napoleon from taking a property's words before a colon for its type.
+    """
+    found: list[str] = [""] if what == "property" else []
     above = ""
     for line in lines:
         indented = line.startswith("    ")
