@@ -43,6 +43,7 @@ html_math_renderer = "mathml"
 sphinx_gallery_conf = {
     "examples_dirs": "gallery",
     "gallery_dirs": "auto_gallery",
+    "within_subsection_order": "gallery_order.Place",
     "filename_pattern": r"/plot_",
     "abort_on_example_error": True,
     "show_memory": False,
