@@ -123,19 +123,23 @@ def gpt() -> dict[str, str]:
 
 def costs() -> dict[str, str]:
     """Whole steps beside BackProp's, eager on one H200."""
-    lines, measured = [], []
+    lines, measured, eager = [], [], {}
     for name, title in WAYS.items():
         record = json.loads((RESULTS / "bench" / f"h200-ways-{name}.json").read_text())["rows"]
         ratios = {(r["way"], r["method"]): f"{r['ratio']:.2f}" for r in record if r["ratio"]}
         keys = [(way, method) for way in ("eager", "compile") for method in ("cg3", "exact")]
+        eager[name] = ratios["eager", "cg3"]
         measured += [float(ratios[key]) for key in keys if key in ratios]
         lines.append([title, *(ratios.get(key, "–") for key in keys)])
     head = ["network", "eager, cg3", "eager, exact", "compiled, cg3", "compiled, exact"]
     averaged = json.loads((RESULTS / "bench" / "running-h200.json").read_text())["rows"]
     steps = {(r["network"], r["method"]): f"{r['ratio']:.2f}" for r in averaged if r["way"] == "eager"}
     every = {"running_gpt_10": steps["gpt", "every 10"], "running_gpt_32": steps["gpt", "every 32"]}
+    every["ways_gpt_cg"] = eager["gpt"]
+    modes = [[WAYS[way], eager[way], steps[name, "every 10"]] for name, way in IN_BOTH.items()]
+    compared = table(["network", "`CG(3)`, immediate", "running S, one step in ten"], modes)
     ends = {"ways_least": f"{min(measured):.1f}", "ways_most": f"{max(measured):.1f}"}
-    return {"table_ways": table(head, lines), **ends, **every}
+    return {"table_ways": table(head, lines), "table_modes": compared, **ends, **every}
 
 
 WAYS = {
@@ -144,6 +148,9 @@ WAYS = {
     "gpt": "GPT-2 small, 8×1,024 tokens, bf16",
     "autoencoder": "autoencoder, batch 1,000, TF32",
 }
+
+IN_BOTH = {"mlp": "mlp-fp32", "resnet18": "resnet", "autoencoder": "autoencoder"}
+"""Networks that both records have, by their name in the one of running averages; their GPTs differ in vocabulary."""
 
 
 def table(header: list[str], lines: list[list[str]]) -> str:
