@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Each file's tests stay in one process, which has one thread: processes share the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo test test-all gpu-test check format docs clean
+.PHONY: demo test test-all gpu-test check format docs site linkcheck clean
 
 demo: .venv/.installed  ## train BackProp and ProxProp side by side on embedded data; ends in out/compare/report.html
 	$(BIN)/proxprop compare
@@ -35,8 +35,19 @@ docs: .venv/.installed  ## rewrite the documents that are made from tests and re
 	$(BIN)/python benchmarks/scaling.py > docs/scaling.md.new && mv docs/scaling.md.new docs/scaling.md
 	$(BIN)/python benchmarks/running.py > docs/running.md.new && mv docs/running.md.new docs/running.md
 
+site: .venv/.site  ## the documentation, every cell and example of it run, into out/site/index.html
+	$(BIN)/sphinx-build -W --keep-going --jobs auto --doctree-dir out/doctrees docs out/site
+	$(BIN)/python docs/extensions/check_site.py out/site
+
+linkcheck: .venv/.site  ## whether the site's links to other sites work; needs a network
+	$(BIN)/sphinx-build --builder linkcheck --doctree-dir out/doctrees docs out/linkcheck
+
+.venv/.site: .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --constraint constraints.txt --editable '.[site]'
+	touch $@
+
 clean:  ## remove everything that was built or installed
-	rm -rf .venv out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv out docs/auto_gallery docs/sg_execution_times.rst .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -39,7 +39,11 @@ PASTED = dict(snippets())
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if "README" in name else pytest.mark.slow) for name in PASTED]
+    "name",
+    [
+        pytest.param(name, marks=[] if name.startswith(("README", "index")) else pytest.mark.slow)
+        for name in PASTED
+    ],
 )
 def test_a_snippet_runs_as_pasted(name: str, tmp_path: Path) -> None:
     """Each by itself, in a process and a folder of its own."""

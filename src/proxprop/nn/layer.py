@@ -90,7 +90,8 @@ class ProximalLayer(nn.Module):
     parameters of that system. One that is mixed into classes not known ahead leaves `plain` to `derived`.
 
     Args:
-        *args, **kwargs: as for the plain class.
+        *args: as for the plain class.
+        **kwargs: as for the plain class.
         solver, tau_theta, scaling, space: see `proxprop.convert`.
     """
 
