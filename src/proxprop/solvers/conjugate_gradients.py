@@ -20,7 +20,7 @@ from torch import Tensor
 
 from proxprop import device
 from proxprop.solvers.memory import is_transformed
-from proxprop.solvers.watching import Bounds, Calm, Watch
+from proxprop.solvers.watching import FEW, Bounds, Calm, Watch
 
 
 class Iterate(NamedTuple):
@@ -91,6 +91,7 @@ class _Iteration:
         self.squared = self._inner(self.first, self.dual_first)
         self.calm = self._calm(bounds)
         self.watch = self._watch() if self.calm is None else None
+        self.over_first = self._over_first() if self.calm is None or iterations > FEW else None
         self.image, self.length = self._measure(None)
         if diagonal is not None and self.watch is not None:
             # this step leads along the gradient, but its length may be rounding
@@ -101,22 +102,23 @@ class _Iteration:
 
     def advance(self) -> None:
         """Find the next search direction and take the step along it."""
-        # The first step's arrays are needed to the end; from the third step on, the second's are written over.
-        reused = self.spare is not None and len(self.steps) > 1
-        residual, search, W_search, image = (
-            (self.residual, self.search, self.W_search, self.image) if reused else (None,) * 4
+        # The first residual is needed to the end. All else is written over, unless a transform keeps track of it.
+        residual, search = (
+            (self.residual, self.search) if self.spare is not None and self.steps[1:] else (None, None)
         )
         self.residual = torch.addcmul(self.residual, self.length, self.image, value=-1, out=residual)
-        if self.watch is not None:
-            self.watch.orthogonalize(self.residual)
+        if self.over_first is not None:
+            self._orthogonalize(self.over_first)
         dual = self.residual if self.diagonal is None else self.multiply(self.residual)
         ratio = self._compare(dual)
         self.search = torch.addcmul(self.residual, ratio, self.search, out=search)
         if self.diagonal is None:
             self.W_search = self.multiply(self.search)
         else:
-            self.W_search = torch.addcmul(dual, ratio, self.W_search, out=W_search)
-        self.image, self.length = self._measure(image)
+            self.W_search = torch.addcmul(
+                dual, ratio, self.W_search, out=dual if self.spare is not None else None
+            )
+        self.image, self.length = self._measure(self.image if self.spare is not None else None)
         self.solution.addcmul_(self.length, self.search)
         self._count()
 
@@ -139,12 +141,21 @@ class _Iteration:
             return None
         sample = self.diagonal is not None
         calm = Calm(self.first, self.squared, self._inner, self.damping, bounds, self.epsilon, sample)
-        return calm if calm.holds(self.squared, self.iterations) else None
+        return calm if calm.holds(self.squared, 0) else None
 
     def _watch(self) -> Watch:
-        return Watch(
-            self.first, self.dual_first, self.squared, self._inner, self.damping, self.epsilon, self.diagonal
-        )
+        return Watch(self.first, self.squared, self._inner, self.damping, self.epsilon, self.diagonal)
+
+    def _over_first(self) -> Tensor:
+        """What an inner product with the first residual is multiplied by, to orthogonalise."""
+        return self.squared.reciprocal().nan_to_num_(torch.nan, 0.0)
+
+    def _orthogonalize(self, over_first: Tensor, dual: Tensor | None = None) -> None:
+        """Make the residual orthogonal to the first one; and its product with K, if that is there."""
+        share = self._inner(self.residual, self.dual_first).mul_(over_first)
+        self.residual.addcmul_(share, self.first, value=-1)
+        if dual is not None and dual is not self.residual:
+            dual.addcmul_(share, self.dual_first, value=-1)
 
     def _count(self) -> None:
         """Keep the numbers of the step that was taken."""
@@ -155,25 +166,36 @@ class _Iteration:
     def _compare(self, dual: Tensor) -> Tensor:
         """The ratio of the new residual's square to the one before, which is zero where a column has stopped."""
         before, squared = self.squared, self._inner(self.residual, dual)
-        if self.watch is None:
-            assert self.calm is not None
-            if not self.calm.holds(squared, self.iterations - len(self.steps)):
-                self.squared = self.steps[0][1]
-                self.watch = self._watch()
-                for step in self.steps:
-                    self.watch.took(*step)
-                self.watch.orthogonalize(self.residual, dual)
-                squared = self._inner(self.residual, dual)
+        if self.watch is None and not self._is_calm(squared):
+            squared = self._begin_to_watch(dual, squared)
         if self.watch is not None:
             self.watch.stop(self.residual, squared)
         self.squared = squared
         return (squared / before).nan_to_num_(0.0)
 
+    def _is_calm(self, squared: Tensor) -> bool:
+        """Whether to go on without watching."""
+        assert self.calm is not None
+        growing = self.iterations - len(self.steps) if self.over_first is None else 0
+        return self.calm.holds(squared, growing)
+
+    def _begin_to_watch(self, dual: Tensor, squared: Tensor) -> Tensor:
+        """Make up for what was not done so far, and return the square of the residual, which is orthogonal then."""
+        self.squared = self.steps[0][1]
+        self.watch = self._watch()
+        for step in self.steps:
+            self.watch.took(*step)
+        if self.over_first is not None:
+            return squared
+        self.over_first = self._over_first()
+        self._orthogonalize(self.over_first, dual)
+        return self._inner(self.residual, dual)
+
     def _measure(self, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """The image `λp + Wp` of the search direction, and the length of the step along it.
 
         The curvature is zero where a column has nothing left to solve. Where rounding makes it negative, no step is
-        taken; none is longer than `1/λ`.
+        taken; none is longer than `1/λ`. In a calm iteration neither can happen.
         """
         if isinstance(self.damping, Tensor):
             image = torch.addcmul(self.W_search, self.search, self.damping, out=out)
@@ -181,7 +203,9 @@ class _Iteration:
             image = torch.add(self.W_search, self.search, alpha=self.damping, out=out)
         curvature = self._inner(self.search if self.diagonal is None else self.W_search, image)
         length = (self.squared / curvature).nan_to_num_(0.0)
-        return image, length.clamp_(0 * self.damping, 1 / self.damping)  # type: ignore[arg-type]
+        if self.watch is not None:
+            length.clamp_(0 * self.damping, 1 / self.damping)  # type: ignore[arg-type]
+        return image, length
 
     def _inner(self, left: Tensor, right: Tensor, weights: Tensor | None = None) -> Tensor:
         product = torch.mul(left, right, out=self.spare)

@@ -36,6 +36,9 @@ HIDDEN = 30
 HARMLESS = 1e-2
 """Share of a residual that may lie along the first one, as rounding leaves it there."""
 
+FEW = 3
+"""Most steps that may do without orthogonalising; with more, an eigenvalue that hardly dominates comes back too."""
+
 Inner = Callable[..., Tensor]
 """The inner product of each column of two arrays, perhaps with weights that broadcast against them."""
 
@@ -61,7 +64,8 @@ class Calm:
       column stops below `(ROUNDING·ε)²(1 + ‖W‖/λ)` of the first square at the latest.
     - Of ρ, what lies in the null space of K never grows. What does not counts in ⟨ρ, Kρ⟩ by far more than by its
       rounding. So with `2·NEAR` times the rounding of ⟨ρ₀, Kρ₀⟩ no residual is near to its own.
-    - An eigenvalue that dominates the first square by 1/s comes back by a factor of 1/s in each step.
+    - Without orthogonalising, an eigenvalue that dominates the first square by 1/s comes back by that factor in each
+      step. Few steps are too few for it.
 
     Args:
         first: the first residual; in sample space its coefficients.
@@ -90,20 +94,20 @@ class Calm:
         self.norms = inner(first, first) if sample else None
         self.can_be = sample or SPOILT * epsilon * condition < 1
 
-    def holds(self, squared: Tensor, to_come: int) -> bool:
+    def holds(self, squared: Tensor, growing: int) -> bool:
         """Look at a residual.
 
         Args:
             squared: its square.
-            to_come: number of steps that follow from it.
+            growing: number of steps in which its part along the first one can grow; 0 if it is orthogonalised.
         """
-        if not self.can_be:
-            return False
-        share = max(self.stop, (self.epsilon / HARMLESS) ** (1 / to_come))
-        margin = torch.sub(squared, self.squared, alpha=share if squared is not self.squared else 0.0)
+        margin = squared
+        if squared is not self.squared:
+            harmless = (self.epsilon / HARMLESS) ** (1 / growing) if growing else 0.0
+            margin = torch.sub(squared, self.squared, alpha=max(self.stop, harmless))
         if self.norms is not None:
-            margin.sub_(self.norms, alpha=self.noise)
-        return float(margin.amin()) >= 0
+            margin = torch.sub(margin, self.norms, alpha=self.noise)
+        return self.can_be and float(margin.amin()) >= 0
 
 
 class Watch:
@@ -111,7 +115,6 @@ class Watch:
 
     Args:
         first: the first residual; in sample space its coefficients.
-        dual_first: that, or in sample space its product with K.
         squared: its square, of which noise is set to zero.
         inner: inner product of arrays.
         damping: λ.
@@ -122,15 +125,14 @@ class Watch:
     def __init__(
         self,
         first: Tensor,
-        dual_first: Tensor,
         squared: Tensor,
         inner: Inner,
         damping: float | Tensor,
         epsilon: float,
         diagonal: Tensor | None,
     ) -> None:
-        self.first, self.dual_first, self.inner = first, dual_first, inner
-        self.damping, self.epsilon, self.tiny = damping, epsilon, torch.finfo(first.dtype).tiny
+        self.inner, self.damping, self.epsilon = inner, damping, epsilon
+        self.tiny = torch.finfo(first.dtype).tiny
         self.rounding = None if diagonal is None else diagonal * epsilon
         self.near: Tensor | None = None
         self.spoilt: Tensor | None = None
@@ -138,7 +140,6 @@ class Watch:
         if noise is not None:
             self.spoilt = squared <= NEAR * noise  # its first step is all that it takes
             squared.masked_fill_(squared <= noise, 0.0)
-        self.over_first = squared.reciprocal().nan_to_num_(torch.nan, 0.0)
         self.steps = 0
 
     def took(self, length: Tensor, squared: Tensor) -> None:
@@ -154,13 +155,6 @@ class Watch:
         if self.rounding is None:
             self.largest = self.largest.maximum(length)
         self.energy = torch.addcmul(self.energy, length, squared)
-
-    def orthogonalize(self, residual: Tensor, dual: Tensor | None = None) -> None:
-        """Make a residual orthogonal to the first one, in place; and its product with K, if that is there."""
-        share = self.inner(residual, self.dual_first).mul_(self.over_first)
-        residual.addcmul_(share, self.first, value=-1)
-        if dual is not None and dual is not residual:
-            dual.addcmul_(share, self.dual_first, value=-1)
 
     def stop(self, residual: Tensor, squared: Tensor) -> None:
         """Set a residual's square to zero where it is noise.
