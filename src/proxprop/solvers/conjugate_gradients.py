@@ -55,7 +55,7 @@ def conjugate_gradients(
         dims: the dimensions an inner product sums over; each index of the others is a column with its own steps.
         diagonal: in sample space K's diagonal, which broadcasts against B. None takes the Euclidean inner product.
         out: where to write the solution, of B's shape.
-        bounds: how large W is, where a host knows. Then a CPU watches for rounding only where that can matter.
+        bounds: how large W is, where a CPU knows, to watch for rounding only where it can matter. None in a transform.
     """
     iteration = _Iteration(multiply, B, damping, iterations, dims, diagonal, out, bounds)
     for _ in range(1, iterations):
@@ -82,7 +82,7 @@ class _Iteration:
     ) -> None:
         self.multiply, self.damping, self.iterations, self.dims = multiply, damping, iterations, dims
         self.diagonal, self.epsilon = diagonal, device.product_rounding(B)
-        self.spare = None if is_transformed(B) else torch.empty_like(B)
+        self.spare = torch.empty_like(B) if bounds is not None or not is_transformed(B) else None
         self.can_look = self.spare is not None and B.device.type == "cpu"
         self.first, self.scale = normalize(B, dims, self.spare)
         self.residual = self.search = self.first
@@ -137,7 +137,7 @@ class _Iteration:
 
     def _calm(self, bounds: Bounds | None) -> Calm | None:
         """What to ask before columns are watched; None where they are from the beginning."""
-        if bounds is None or not self.can_look or isinstance(self.damping, Tensor):
+        if bounds is None or isinstance(self.damping, Tensor):
             return None
         sample = self.diagonal is not None
         calm = Calm(self.first, self.squared, self._inner, self.damping, bounds, self.epsilon, sample)
