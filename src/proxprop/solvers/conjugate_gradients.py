@@ -171,7 +171,7 @@ class _Iteration:
         if self.watch is not None:
             self.watch.stop(self.residual, squared)
         self.squared = squared
-        return (squared / before).nan_to_num_(0.0)
+        return self._quotient(squared, before)
 
     def _is_calm(self, squared: Tensor) -> bool:
         """Whether to go on without watching."""
@@ -202,10 +202,16 @@ class _Iteration:
         else:
             image = torch.add(self.W_search, self.search, alpha=self.damping, out=out)
         curvature = self._inner(self.search if self.diagonal is None else self.W_search, image)
-        length = (self.squared / curvature).nan_to_num_(0.0)
+        length = self._quotient(self.squared, curvature)
         if self.watch is not None:
             length.clamp_(0 * self.damping, 1 / self.damping)  # type: ignore[arg-type]
         return image, length
+
+    def _quotient(self, above: Tensor, below: Tensor) -> Tensor:
+        """`above / below`, which may be overwritten; zero where both are, as for an output that has no gradient."""
+        if self.watch is None:  # all numbers are finite
+            return (above / below).nan_to_num_(0.0)
+        return above / below.add_(torch.finfo(below.dtype).tiny)
 
     def _inner(self, left: Tensor, right: Tensor, weights: Tensor | None = None) -> Tensor:
         product = torch.mul(left, right, out=self.spare)
