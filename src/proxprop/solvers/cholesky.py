@@ -127,8 +127,12 @@ class LapackFactorization(TriangularFactorization):
         """Two triangular solves.
 
         Those of cuBLAS are rounded to TF32 where products may be, which a solve magnifies; those of cuSOLVER are not,
-        but can't be captured in a CUDA graph.
+        but can't be captured in a CUDA graph. A CPU solves faster for rows than for columns: `Xᵀ = Bᵀ(λI + M)⁻¹`.
         """
+        if self.L.device.type == "cpu":
+            half = torch.linalg.solve_triangular(self.L.mT, B.mT, upper=True, left=False)
+            rows: Tensor = torch.linalg.solve_triangular(self.L, half, upper=False, left=False)
+            return rows.mT
         eager = not (torch.compiler.is_compiling() or device.is_captured(self.L))
         if self.L.is_cuda and len(self.L) == 1 and eager:
             return torch.cholesky_solve(B, self.L)
