@@ -32,11 +32,11 @@ class Basis(NamedTuple):
 
 def pays(M: Tensor, iterations: int, outputs: int) -> bool:
     """Whether products with M cost a CPU more than its eigenvectors and two products with them."""
-    if M.device.type != "cpu":
+    if M.device.type != "cpu" or is_transformed(M):
         return False
     constant, slope = tuning.EIGENBASIS_COLUMNS
     cores = max(2, torch.get_num_threads())
-    return (iterations - 2) * outputs > (constant + slope * M.shape[-1]) * cores / 2 and not is_transformed(M)
+    return (iterations - 2) * outputs > (constant + slope * M.shape[-1]) * cores / 2
 
 
 def find(M: Tensor, space: str) -> Basis | None:
