@@ -32,6 +32,7 @@ from proxprop.kernels.launch import Launches
 from proxprop.lab.models import convnet
 from proxprop.nn import layer
 from proxprop.solvers import cholesky
+from proxprop.solvers.watching import Calm
 
 HUGE = 2**62
 SMALL = Network(
@@ -147,6 +148,10 @@ PATHS = {
         constant("HUGE_PAGE_LEAST_BYTES", HUGE), methods=("cg1", "exact"), way="cpu",
     ),
     "symmetric-halves": Path("compute half of K", constant("CPU_SQUARE_BLOCK", 2**30), way="cpu"),
+    "calm": Path(
+        "watch conjugate gradients for rounding only where it can matter",
+        ((Calm, "holds", never),), ("digits-100", "mlp-500"), ("cg1", "cg3", "cg10"), way="cpu",
+    ),
     "blocks-of-outputs": Path(
         "conjugate gradients within a core's cache",
         constant("CPU_BLOCK_BYTES", HUGE), methods=("cg3", "cg10"), way="cpu",

@@ -15,6 +15,7 @@ from proxprop.replay import replays
 from proxprop.settings import Settings
 from proxprop.side_streams import SideSolve
 from proxprop.solvers import SAMPLE, Plan
+from proxprop.solvers.matmul import cast
 from proxprop.torch_internals import in_transform
 from proxprop.transfer import LayerCall, Parameters, Shapes, Transfer
 
@@ -51,10 +52,10 @@ class Task:
 
         That is as it came where all is bfloat16 on a GPU and the transfer takes that.
         """
-        dtypes = {output.dtype, *(tensor.dtype for tensor in saved)}
-        if self.call.kind.takes_bfloat16 and output.is_cuda and dtypes == {torch.bfloat16}:
+        takes_bfloat16 = output.is_cuda and self.call.kind.takes_bfloat16
+        if takes_bfloat16 and {output.dtype, *(tensor.dtype for tensor in saved)} == {torch.bfloat16}:
             return self.call.transfer(saved, output, shapes), output
-        output = output.to(precision(output, *saved))
+        output = cast(output, precision(output, *saved))
         return self.call.transfer(_floats(saved, output.dtype), output, shapes), output
 
     def plan(self, inputs: Sequence[Tensor], output: Tensor, parameters: Sequence[Tensor | None]) -> Plan:
@@ -145,7 +146,7 @@ def trained_shapes(ctx: Any) -> Shapes:
 
 def in_own_precision(ctx: Any, found: Parameters) -> list[Tensor | None]:
     """What was found for a node's parameters, each in its own precision."""
-    return [d.to(p[1]) if d is not None else None for d, p in zip(found, ctx.parameters, strict=True)]
+    return [cast(d, p[1]) if d is not None else None for d, p in zip(found, ctx.parameters, strict=True)]
 
 
 def prepare_early(ctx: Any) -> None:
@@ -198,7 +199,7 @@ def as_transfer(
 
 def _floats(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Floating tensors in this precision, others as they are."""
-    return [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
+    return [cast(tensor, dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
 
 
 def precision(*tensors: Tensor) -> torch.dtype:

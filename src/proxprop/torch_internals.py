@@ -93,8 +93,8 @@ def in_transform() -> bool:
 def is_batched_or_differentiated(tensor: Tensor) -> bool:
     """Whether torch.func wraps a tensor. Without it, products write to memory that torch.func does not track."""
     functorch = torch._C._functorch
-    kinds = functorch.is_batchedtensor, functorch.is_legacy_batchedtensor, functorch.is_gradtrackingtensor
-    return any(kind(tensor) for kind in kinds)
+    batched: bool = functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+    return batched or functorch.is_gradtrackingtensor(tensor)
 
 
 def dispatch_modes() -> int:

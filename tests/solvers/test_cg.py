@@ -167,6 +167,18 @@ def test_a_solve_can_be_tracked_traced_and_batched(space: str, given: str) -> No
     assert relative_error(found, plain) < 1e-12
 
 
+@pytest.mark.parametrize("space", [SAMPLE, FEATURE])
+@pytest.mark.parametrize("iterations", [1, 3, 10])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_rows_that_are_not_finite_spoil_their_group_alone(space: str, iterations: int, value: float) -> None:
+    A, G = problem((2, 9, 7, 4), seed=0, dtype=torch.float32)
+    A[1, 3, 2] = value
+    M, B = (A @ A.mT, G) if space == SAMPLE else (A.mT @ A, A.mT @ G)
+    found = (CG(iterations).samples if space == SAMPLE else CG(iterations).features)(M, B, 1.0).value
+    assert not found[1].isfinite().all(-2).any()
+    assert found[0].isfinite().all()
+
+
 @pytest.mark.parametrize("iterations", [0, -1])
 def test_fewer_than_one_iteration_is_refused(iterations: int) -> None:
     with pytest.raises(ValueError, match=rf"iterations should be at least 1 but is {iterations}"):

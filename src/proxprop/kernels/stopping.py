@@ -1,4 +1,4 @@
-"""When the conjugate-gradient kernels stop a column: the rules of `proxprop.solvers.conjugate_gradients`.
+"""When the conjugate-gradient kernels stop a column: the rules of `proxprop.solvers.watching`.
 
 A residual is noise below `ROUNDING·ε` times the size that the steps so far give it, `√(energy/smallest step)`. A column
 whose square is zero has stopped. Comparisons are written so that NaN passes through.
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from proxprop.device import TF32_ROUNDING
-from proxprop.solvers.conjugate_gradients import HIDDEN, NEAR, ROUNDING, SPOILT
+from proxprop.solvers.watching import HIDDEN, NEAR, ROUNDING, SPOILT
 
 _ROUNDING, _SPOILT = tl.constexpr(ROUNDING), tl.constexpr(SPOILT)
 _HIDDEN, _NEAR = tl.constexpr(HIDDEN), tl.constexpr(NEAR)

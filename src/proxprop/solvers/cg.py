@@ -24,6 +24,7 @@ from proxprop.solvers.solver import (
     Solution,
     Solver,
 )
+from proxprop.solvers.watching import Bounds
 
 
 @dataclass(frozen=True)
@@ -147,26 +148,36 @@ class CG(Solver):
         largest = max(float(diagonal.amax()), damping)
         unit = 1.0 if SAFE[0] < largest < SAFE[1] else power_of_two(largest)
         W, diagonal = (M, diagonal) if unit == 1.0 else (M / unit, diagonal / unit)
+        bounds = Bounds(largest / unit, largest / unit * M.shape[-1])
         if B.is_contiguous() and B.numel() <= tuning.CPU_COLUMNS_MOST_NUMBERS:
-            return self._by_columns(W, B, damping / unit, diagonal, space).times(1 / unit)
+            return self._by_columns(W, B, damping / unit, diagonal, space, bounds).times(1 / unit)
         row = diagonal.unsqueeze(-2) if space == SAMPLE else None
-        return self._by_rows(lambda V: torch.bmm(V, W), B, damping / unit, row).times(1 / unit)
+        return self._by_rows(lambda V: torch.bmm(V, W), B, damping / unit, row, bounds).times(1 / unit)
 
     def _by_columns(
-        self, W: Tensor, B: Tensor, damping: float | Tensor, diagonal: Tensor, space: str
+        self,
+        W: Tensor,
+        B: Tensor,
+        damping: float | Tensor,
+        diagonal: Tensor,
+        space: str,
+        bounds: Bounds | None = None,
     ) -> Solution:
         """Solve for all outputs at once, as they come."""
         dims = (-2,) if self.per_output else (-3, -2, -1)
         column = diagonal.unsqueeze(-1) if space == SAMPLE else None
-        found = conjugate_gradients(partial(times, W), B, damping, self.iterations, dims, column)
+        multiply = partial(times, W)
+        found = conjugate_gradients(multiply, B, damping, self.iterations, dims, column, bounds=bounds)
         return Solution(found.solution, found.lost.any(-1).any(-1) if found.lost is not None else None)
 
     def _in_eigenbasis(self, basis: eigenbasis.Basis, B: Tensor, damping: float) -> Solution:
         """The iterate in a basis in which the matrix is diagonal, `[groups, size, outputs]`."""
-        unit = power_of_two(max(float(basis.values.amax()), damping))
+        largest = max(float(basis.values.amax()), damping)
+        unit = power_of_two(largest)
         values = basis.values.unsqueeze(-2) / unit
         row = basis.noisy.unsqueeze(-2) / unit if basis.noisy is not None else None
-        return self._by_rows(values.mul, B, damping / unit, row, basis.vectors).times(1 / unit)
+        bounds = Bounds(largest / unit if row is None else float(row.amax()), largest / unit)
+        return self._by_rows(values.mul, B, damping / unit, row, bounds, basis.vectors).times(1 / unit)
 
     def _by_rows(
         self,
@@ -174,6 +185,7 @@ class CG(Solver):
         B: Tensor,
         damping: float,
         diagonal: Tensor | None,
+        bounds: Bounds,
         vectors: Tensor | None = None,
     ) -> Solution:
         """Solve for blocks of outputs as rows; `vectors` are a basis that `multiply` and the solution are in."""
@@ -183,7 +195,7 @@ class CG(Solver):
         dims = (-1,) if self.per_output else (-3, -2, -1)
         for columns, out in zip(B.split(width, -1), X.split(width, -2), strict=True):
             rows = columns.mT.contiguous() if vectors is None else columns.mT @ vectors
-            found = conjugate_gradients(multiply, rows, damping, self.iterations, dims, diagonal, out)
+            found = conjugate_gradients(multiply, rows, damping, self.iterations, dims, diagonal, out, bounds)
             lost += [found.lost.flatten(1).any(-1)] if found.lost is not None else []
         return Solution(X.mT, torch.stack(lost).any(0) if lost else None)
 

@@ -9,16 +9,7 @@ becomes one with `K = AAᵀ`,
 and Kπ follows π's own recurrence, so a step takes one product with K. Conjugate gradients on `(λI + K) U = G` in the
 Euclidean inner product would be another method with other iterates.
 
-The loop departs from the textbook where float32 makes it go wrong:
-
-- A column stops once its residual is what rounding leaves of it. A product rounds by about `ε√(‖W‖⟨p, Wp⟩)`, W being
-  K or S, so the steps taken so far bound what the recurrence can still tell.
-- In sample space part of ρ can lie in the null space of K (more samples than features, equal rows). It does not reach
-  D, but its rounding reaches ⟨ρ, Kρ⟩ and ends the iteration earlier, perhaps after a first step of the least possible
-  length. `Iterate.lost` says where that may cost too much.
-- Each residual is orthogonalised against the first one once more. One eigenvalue that dominates, as the mean of
-  activations makes it, would otherwise come back after two steps and take a step of its own again.
-- A direction that rounding turned uphill is replaced by its first step, which goes along the gradient.
+`watching.py` says where and how the loop departs from the textbook because of rounding.
 """
 
 from collections.abc import Callable
@@ -29,18 +20,7 @@ from torch import Tensor
 
 from proxprop import device
 from proxprop.solvers.memory import is_transformed
-
-ROUNDING = 10
-"""Multiple of a product's rounding below which a residual is noise."""
-
-SPOILT = 4
-"""Multiple of the rounding of S that the curvature along every step has to exceed."""
-
-NEAR = 64
-"""Multiple of the rounding of K below which a residual's square is too close to it to be trusted."""
-
-HIDDEN = 30
-"""Least length of the steps taken, relative to what may hide below the rounding of K; else a column counts as lost."""
+from proxprop.solvers.watching import FEW, Bounds, Calm, Watch
 
 
 class Iterate(NamedTuple):
@@ -63,6 +43,7 @@ def conjugate_gradients(
     dims: tuple[int, ...],
     diagonal: Tensor | None = None,
     out: Tensor | None = None,
+    bounds: Bounds | None = None,
 ) -> Iterate:
     """Take up to `iterations` steps on `(λI + W) X = B` from `X = 0`.
 
@@ -74,8 +55,9 @@ def conjugate_gradients(
         dims: the dimensions an inner product sums over; each index of the others is a column with its own steps.
         diagonal: in sample space K's diagonal, which broadcasts against B. None takes the Euclidean inner product.
         out: where to write the solution, of B's shape.
+        bounds: how large W is, where a CPU knows, to watch for rounding only where it can matter. None in a transform.
     """
-    iteration = _Iteration(multiply, B, damping, dims, diagonal, out)
+    iteration = _Iteration(multiply, B, damping, iterations, dims, diagonal, out, bounds)
     for _ in range(1, iterations):
         iteration.advance()
     return iteration.end()
@@ -92,127 +74,150 @@ class _Iteration:
         multiply: Callable[[Tensor], Tensor],
         B: Tensor,
         damping: float | Tensor,
+        iterations: int,
         dims: tuple[int, ...],
         diagonal: Tensor | None,
         out: Tensor | None,
+        bounds: Bounds | None,
     ) -> None:
-        self.multiply, self.damping, self.dims = multiply, damping, dims
-        self.epsilon, self.tiny = device.product_rounding(B), torch.finfo(B.dtype).tiny
-        self.spare = None if is_transformed(B) else torch.empty_like(B)
+        self.multiply, self.damping, self.iterations, self.dims = multiply, damping, iterations, dims
+        self.diagonal, self.epsilon = diagonal, device.product_rounding(B)
+        self.spare = torch.empty_like(B) if bounds is not None or not is_transformed(B) else None
         self.can_look = self.spare is not None and B.device.type == "cpu"
         self.first, self.scale = normalize(B, dims, self.spare)
         self.residual = self.search = self.first
         self.W_search = multiply(self.first)
-        self.rounding = None if diagonal is None else diagonal * self.epsilon
         self.dual_first = self.first if diagonal is None else self.W_search
         self.squared = self._inner(self.first, self.dual_first)
-        self.near: Tensor | None = None
-        noise = self._noise(self.squared)
-        if noise is not None:
-            spoilt = self.squared <= NEAR * noise  # its first step is all that it takes
-            self.squared.masked_fill_(self.squared <= noise, 0.0)
-        self.over_first = self.squared.reciprocal().nan_to_num_(torch.nan, 0.0)
+        self.calm = self._calm(bounds)
+        self.watch = self._watch() if self.calm is None else None
+        self.over_first = self._over_first() if self.calm is None or iterations > FEW else None
         self.image, self.length = self._measure(None)
-        self.smallest = self.length
-        if diagonal is not None:  # this step leads along the gradient, but its length may be rounding
+        if diagonal is not None and self.watch is not None:
+            # this step leads along the gradient, but its length may be rounding
             self.length = self.length.maximum(1 / (diagonal.sum(dims, keepdim=True) + damping))
-            self.smallest = self.length.masked_fill(spoilt, 0.0)
         self.solution = torch.mul(self.length, self.search, out=out)
-        self.largest = self.first_length = self.length
-        self.energy = (self.length * self.squared).add_(self.tiny)  # so that over a zero it is infinite
-        self.steps = 1
+        self.steps: list[tuple[Tensor, Tensor]] = []
+        self._count()
 
     def advance(self) -> None:
         """Find the next search direction and take the step along it."""
-        # The first step's arrays are needed to the end; from the third step on, the second's are written over.
-        reused = self.spare is not None and self.steps > 1
-        residual, search, W_search, image = (
-            (self.residual, self.search, self.W_search, self.image) if reused else (None,) * 4
+        # The first residual is needed to the end. All else is written over, unless a transform keeps track of it.
+        residual, search = (
+            (self.residual, self.search) if self.spare is not None and self.steps[1:] else (None, None)
         )
         self.residual = torch.addcmul(self.residual, self.length, self.image, value=-1, out=residual)
-        share = self._inner(self.residual, self.dual_first).mul_(self.over_first)
-        self.residual.addcmul_(share, self.first, value=-1)
-        dual = self.residual if self.rounding is None else self.multiply(self.residual)
-        ratio = self._compare(self._inner(self.residual, dual))
+        if self.over_first is not None:
+            self._orthogonalize(self.over_first)
+        dual = self.residual if self.diagonal is None else self.multiply(self.residual)
+        ratio = self._compare(dual)
         self.search = torch.addcmul(self.residual, ratio, self.search, out=search)
-        if self.rounding is None:
+        if self.diagonal is None:
             self.W_search = self.multiply(self.search)
         else:
-            self.W_search = torch.addcmul(dual, ratio, self.W_search, out=W_search)
-        self.image, self.length = self._measure(image)
+            self.W_search = torch.addcmul(
+                dual, ratio, self.W_search, out=dual if self.spare is not None else None
+            )
+        self.image, self.length = self._measure(self.image if self.spare is not None else None)
         self.solution.addcmul_(self.length, self.search)
-        self.smallest = self.smallest.minimum(self.length)
-        if self.rounding is None:
-            self.largest = self.largest.maximum(self.length)
-        self.energy = torch.addcmul(self.energy, self.length, self.squared)
-        self.steps += 1
+        self._count()
 
     def end(self) -> Iterate:
         """The solution, replaced by its first step where rounding turned it uphill."""
-        if self.steps > 1:
+        if self.watch is None:
+            return Iterate(self.solution.mul_(self.scale), None)
+        if len(self.steps) > 1:
             uphill = self._inner(self.solution, self.dual_first) < 0
             if not self.can_look or uphill.any():
-                self.solution.copy_(torch.where(uphill, self.first_length * self.first, self.solution))
-        return Iterate(self.solution.mul_(self.scale), self._lost())
+                self.solution.copy_(torch.where(uphill, self.steps[0][0] * self.first, self.solution))
+        lost = self.watch.lost()
+        if self.can_look and lost is not None and not lost.any():
+            lost = None
+        return Iterate(self.solution.mul_(self.scale), lost)
 
-    def _compare(self, squared: Tensor) -> Tensor:
-        """Stop the columns whose new residual is noise, and return the ratio to the one before.
+    def _calm(self, bounds: Bounds | None) -> Calm | None:
+        """What to ask before columns are watched; None where they are from the beginning."""
+        if bounds is None or isinstance(self.damping, Tensor):
+            return None
+        sample = self.diagonal is not None
+        calm = Calm(self.first, self.squared, self._inner, self.damping, bounds, self.epsilon, sample)
+        return calm if calm.holds(self.squared, 0) else None
 
-        A column that has stopped takes steps of length zero, so its floor is infinite from then on.
-        """
-        floor = (
-            (self.energy / self.smallest).abs_().mul_((ROUNDING * self.epsilon) ** 2)
-        )  # a length can be -0
-        noise = self._noise(squared)
-        if noise is not None:
-            floor = floor.maximum(noise)
-        before = self.squared.add_(self.tiny)  # where it is zero, so is what is divided by it
-        self.squared = squared.masked_fill_(squared <= floor, 0.0)
-        return self.squared / before
+    def _watch(self) -> Watch:
+        return Watch(self.first, self.squared, self._inner, self.damping, self.epsilon, self.diagonal)
+
+    def _over_first(self) -> Tensor:
+        """What an inner product with the first residual is multiplied by, to orthogonalise."""
+        return self.squared.reciprocal().nan_to_num_(torch.nan, 0.0)
+
+    def _orthogonalize(self, over_first: Tensor, dual: Tensor | None = None) -> None:
+        """Make the residual orthogonal to the first one; and its product with K, if that is there."""
+        share = self._inner(self.residual, self.dual_first).mul_(over_first)
+        self.residual.addcmul_(share, self.first, value=-1)
+        if dual is not None and dual is not self.residual:
+            dual.addcmul_(share, self.dual_first, value=-1)
+
+    def _count(self) -> None:
+        """Keep the numbers of the step that was taken."""
+        self.steps.append((self.length, self.squared))
+        if self.watch is not None:
+            self.watch.took(*self.steps[-1])
+
+    def _compare(self, dual: Tensor) -> Tensor:
+        """The ratio of the new residual's square to the one before, which is zero where a column has stopped."""
+        before, squared = self.squared, self._inner(self.residual, dual)
+        if self.watch is None and not self._is_calm(squared):
+            squared = self._begin_to_watch(dual, squared)
+        if self.watch is not None:
+            self.watch.stop(self.residual, squared)
+        self.squared = squared
+        return self._quotient(squared, before)
+
+    def _is_calm(self, squared: Tensor) -> bool:
+        """Whether to go on without watching."""
+        assert self.calm is not None
+        growing = self.iterations - len(self.steps) if self.over_first is None else 0
+        return self.calm.holds(squared, growing)
+
+    def _begin_to_watch(self, dual: Tensor, squared: Tensor) -> Tensor:
+        """Make up for what was not done so far, and return the square of the residual, which is orthogonal then."""
+        self.squared = self.steps[0][1]
+        self.watch = self._watch()
+        for step in self.steps:
+            self.watch.took(*step)
+        if self.over_first is not None:
+            return squared
+        self.over_first = self._over_first()
+        self._orthogonalize(self.over_first, dual)
+        return self._inner(self.residual, dual)
 
     def _measure(self, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """The image `λp + Wp` of the search direction, and the length of the step along it.
 
         The curvature is zero where a column has nothing left to solve. Where rounding makes it negative, no step is
-        taken; none is longer than `1/λ`.
+        taken; none is longer than `1/λ`. In a calm iteration neither can happen.
         """
         if isinstance(self.damping, Tensor):
             image = torch.addcmul(self.W_search, self.search, self.damping, out=out)
         else:
             image = torch.add(self.W_search, self.search, alpha=self.damping, out=out)
-        curvature = self._inner(self.search if self.rounding is None else self.W_search, image)
-        length = self.squared / curvature.add_(self.tiny)
-        return image, length.clamp_(0 * self.damping, 1 / self.damping)  # type: ignore[arg-type]
+        curvature = self._inner(self.search if self.diagonal is None else self.W_search, image)
+        length = self._quotient(self.squared, curvature)
+        if self.watch is not None:
+            length.clamp_(0 * self.damping, 1 / self.damping)  # type: ignore[arg-type]
+        return image, length
 
-    def _lost(self) -> Tensor | None:
-        """Whether rounding of W may have spoilt a column.
+    def _quotient(self, above: Tensor, below: Tensor) -> Tensor:
+        """`above / below`, which may be overwritten; zero where both are, as for an output that has no gradient."""
+        if self.watch is None:  # all numbers are finite
+            return (above / below).nan_to_num_(0.0)
+        return above / below.add_(torch.finfo(below.dtype).tiny)
 
-        In feature space it has where a step was taken along a curvature below the rounding of S. In sample space
-        `√noise/λ` bounds what rounding of K hides of D, and `‖D‖² ≥ ‖D‖²_M / ‖M‖`, energy times the first step.
-        """
-        if self.near is not None:
-            lost = self.near > self.energy * self.first_length * (self.damping / HIDDEN) ** 2
-        elif self.steps > 1:
-            lost = self.largest * (SPOILT * self.epsilon) > self.first_length
-        else:
-            return None
-        return None if self.can_look and not lost.any() else lost
-
-    def _inner(self, left: Tensor, right: Tensor) -> Tensor:
-        return torch.mul(left, right, out=self.spare).sum(self.dims, keepdim=True)
-
-    def _noise(self, squared: Tensor) -> Tensor | None:
-        """What rounding of K makes of the residual's square, in sample space.
-
-        The largest that a residual came near to is kept.
-        """
-        if self.rounding is None:
-            return None
-        weighted = torch.mul(self.residual, self.rounding, out=self.spare)
-        noise = weighted.mul_(self.residual).sum(self.dims, keepdim=True)
-        near = noise.masked_fill(squared > NEAR * noise, 0.0)
-        self.near = near if self.near is None else self.near.maximum(near)
-        return noise
+    def _inner(self, left: Tensor, right: Tensor, weights: Tensor | None = None) -> Tensor:
+        product = torch.mul(left, right, out=self.spare)
+        if weights is not None:
+            product.mul_(weights)
+        return product.sum(self.dims, keepdim=True)
 
 
 def normalize(B: Tensor, dims: tuple[int, ...], spare: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -128,7 +128,12 @@ def square_in_float16(A: Tensor) -> Tensor:
 
 def wide(array: Tensor) -> torch.dtype:
     """The precision of sums over an array: float64 for float64, else float32."""
-    return torch.promote_types(array.dtype, torch.float32)
+    return torch.float64 if array.dtype == torch.float64 else torch.float32
+
+
+def cast(array: Tensor, dtype: torch.dtype) -> Tensor:
+    """An array in this precision; where it is in it already, without a call of torch."""
+    return array if array.dtype == dtype else array.to(dtype)
 
 
 def _symmetry_pays(A: Tensor, size: int) -> bool:
@@ -167,7 +172,7 @@ def in_terms(product: Product, operands: list[Tensor], flops: float, precise: bo
         precise: whether TF32 is not enough, even where the caller allows it.
     """
     if not _terms_pay(operands[0], operands[-1], flops, precise):
-        operands = [operand.to(wide(operands[0])) for operand in operands]
+        operands = [cast(operand, wide(operands[0])) for operand in operands]
         return product(operands[0], operands[-1], None)
     if all(operand.dtype == torch.bfloat16 for operand in operands):
         return product(operands[0], operands[-1], None)

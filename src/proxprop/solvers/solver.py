@@ -7,6 +7,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
+from proxprop.solvers.matmul import times
 from proxprop.solvers.rotation import rotate
 
 SAMPLE, FEATURE, MATRIX_FREE = "sample", "feature", "matrix_free"
@@ -64,7 +65,7 @@ class ProductSolve:
     def __call__(self, B: Tensor) -> Solution:
         """The solution, with outputs as rows in memory, as a weight has them."""
         right, failed = self.right(B)
-        return Solution((right.mT @ self.left.mT).mT, failed)
+        return Solution(times(right.mT, self.left.mT).mT, failed)
 
 
 class Solver(ABC):

@@ -1,0 +1,192 @@
+"""What float32 makes of conjugate gradients, and what is done about it, column by column.
+
+The loop departs from the textbook where rounding would make it go wrong:
+
+- A column stops once its residual is what rounding leaves of it. A product rounds by about `ε√(‖W‖⟨p, Wp⟩)`, W being
+  K or S, so the steps taken so far bound what the recurrence can still tell.
+- In sample space part of ρ can lie in the null space of K (more samples than features, equal rows). It does not reach
+  D, but its rounding reaches ⟨ρ, Kρ⟩ and ends the iteration earlier, perhaps after a first step of the least possible
+  length. `Watch.lost` says where that may cost too much.
+- Each residual is orthogonalised against the first one once more. One eigenvalue that dominates, as the mean of
+  activations makes it, would otherwise come back after two steps and take a step of its own again.
+- A direction that rounding turned uphill is replaced by its first step, which goes along the gradient.
+
+None of this changes a column whose residual is still large enough. So a CPU, which can look at its numbers without
+waiting for them, begins to watch with the first residual that is not (`Calm`).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROUNDING = 10
+"""Multiple of a product's rounding below which a residual is noise."""
+
+SPOILT = 4
+"""Multiple of the rounding of S that the curvature along every step has to exceed."""
+
+NEAR = 64
+"""Multiple of the rounding of K below which a residual's square is too close to it to be trusted."""
+
+HIDDEN = 30
+"""Least length of the steps taken, relative to what may hide below the rounding of K; else a column counts as lost."""
+
+HARMLESS = 1e-2
+"""Share of a residual that may lie along the first one, as rounding leaves it there."""
+
+FEW = 3
+"""Most steps that may do without orthogonalising; with more, an eigenvalue that hardly dominates comes back too."""
+
+Inner = Callable[..., Tensor]
+"""The inner product of each column of two arrays, perhaps with weights that broadcast against them."""
+
+
+class Bounds(NamedTuple):
+    """How large W is at most.
+
+    Attributes:
+        entry: bounds its diagonal.
+        norm: bounds its eigenvalues.
+    """
+
+    entry: float
+    norm: float
+
+
+class Calm:
+    """Tells whether every residual is so large that rounding can't matter.
+
+    Three bounds need the first residual alone, and so one comparison a step:
+
+    - In exact arithmetic steps use up no more than `⟨r₀, r₀⟩/λ` of energy, and none is shorter than `1/(λ + ‖W‖)`. So a
+      column stops below `(ROUNDING·ε)²(1 + ‖W‖/λ)` of the first square at the latest.
+    - Of ρ, what lies in the null space of K never grows. What does not counts in ⟨ρ, Kρ⟩ by far more than by its
+      rounding. So with `2·NEAR` times the rounding of ⟨ρ₀, Kρ₀⟩ no residual is near to its own.
+    - Without orthogonalising, an eigenvalue that dominates the first square by 1/s comes back by that factor in each
+      step. Few steps are too few for it.
+
+    Args:
+        first: the first residual; in sample space its coefficients.
+        squared: its square.
+        inner: inner product of arrays.
+        damping: λ.
+        bounds: how large W is.
+        epsilon: ε of a product.
+        sample: whether this is sample space.
+    """
+
+    def __init__(
+        self,
+        first: Tensor,
+        squared: Tensor,
+        inner: Inner,
+        damping: float,
+        bounds: Bounds,
+        epsilon: float,
+        sample: bool,
+    ) -> None:
+        condition = 1 + bounds.norm / damping
+        self.squared, self.epsilon = squared, epsilon
+        self.stop = 2 * (ROUNDING * epsilon) ** 2 * condition
+        self.noise = 2 * NEAR * epsilon * bounds.entry
+        self.norms = inner(first, first) if sample else None
+        self.can_be = sample or SPOILT * epsilon * condition < 1
+
+    def holds(self, squared: Tensor, growing: int) -> bool:
+        """Look at a residual.
+
+        Args:
+            squared: its square.
+            growing: number of steps in which its part along the first one can grow; 0 if it is orthogonalised.
+        """
+        margin = squared
+        if squared is not self.squared:
+            harmless = (self.epsilon / HARMLESS) ** (1 / growing) if growing else 0.0
+            margin = torch.sub(squared, self.squared, alpha=max(self.stop, harmless))
+        if self.norms is not None:
+            margin = torch.sub(margin, self.norms, alpha=self.noise)
+        return self.can_be and float(margin.amin()) >= 0
+
+
+class Watch:
+    """Keeps what tells a column's residual from rounding, and acts on it.
+
+    Args:
+        first: the first residual; in sample space its coefficients.
+        squared: its square, of which noise is set to zero.
+        inner: inner product of arrays.
+        damping: λ.
+        epsilon: ε of a product.
+        diagonal: in sample space K's diagonal.
+    """
+
+    def __init__(
+        self,
+        first: Tensor,
+        squared: Tensor,
+        inner: Inner,
+        damping: float | Tensor,
+        epsilon: float,
+        diagonal: Tensor | None,
+    ) -> None:
+        self.inner, self.damping, self.epsilon = inner, damping, epsilon
+        self.tiny = torch.finfo(first.dtype).tiny
+        self.rounding = None if diagonal is None else diagonal * epsilon
+        self.near: Tensor | None = None
+        self.spoilt: Tensor | None = None
+        noise = self._noise(first, squared)
+        if noise is not None:
+            self.spoilt = squared <= NEAR * noise  # its first step is all that it takes
+            squared.masked_fill_(squared <= noise, 0.0)
+        self.steps = 0
+
+    def took(self, length: Tensor, squared: Tensor) -> None:
+        """Remember a step and the square of the residual that it was taken for."""
+        self.steps += 1
+        if self.steps == 1:
+            self.first_length = self.smallest = self.largest = length
+            if self.spoilt is not None:
+                self.smallest = length.masked_fill(self.spoilt, 0.0)
+            self.energy = (length * squared).add_(self.tiny)  # so that over a zero it is infinite
+            return
+        self.smallest = self.smallest.minimum(length)
+        if self.rounding is None:
+            self.largest = self.largest.maximum(length)
+        self.energy = torch.addcmul(self.energy, length, squared)
+
+    def stop(self, residual: Tensor, squared: Tensor) -> None:
+        """Set a residual's square to zero where it is noise.
+
+        A column that has stopped takes steps of length zero, so its floor is infinite from then on.
+        """
+        floor = (
+            (self.energy / self.smallest).abs_().mul_((ROUNDING * self.epsilon) ** 2)
+        )  # a length can be -0
+        noise = self._noise(residual, squared)
+        if noise is not None:
+            floor = floor.maximum(noise)
+        squared.masked_fill_(squared <= floor, 0.0)
+
+    def lost(self) -> Tensor | None:
+        """Whether rounding of W may have spoilt a column.
+
+        In feature space it has where a step was taken along a curvature below the rounding of S. In sample space
+        `√noise/λ` bounds what rounding of K hides of D, and `‖D‖² ≥ ‖D‖²_M / ‖M‖`, energy times the first step.
+        """
+        if self.near is not None:
+            return self.near > self.energy * self.first_length * (self.damping / HIDDEN) ** 2
+        return self.largest * (SPOILT * self.epsilon) > self.first_length if self.steps > 1 else None
+
+    def _noise(self, residual: Tensor, squared: Tensor) -> Tensor | None:
+        """What rounding of K makes of the residual's square, in sample space.
+
+        The largest that a residual came near to is kept.
+        """
+        if self.rounding is None:
+            return None
+        noise = self.inner(residual, residual, self.rounding)
+        near = noise.masked_fill(squared > NEAR * noise, 0.0)
+        self.near = near if self.near is None else self.near.maximum(near)
+        return noise
