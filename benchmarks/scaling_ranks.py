@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import proxprop
 from proxprop import Exact, Running
-from proxprop.deferred.reduction import packed_size
+from proxprop.deferred.packing import packed_size
 from proxprop.distributed import Sums
 
 BYTES = [2**k for k in range(10, 27, 2)]

@@ -1,6 +1,6 @@
 """Ranks take the step of one process: the cases of `tests/distributed/` under torchrun, on gloo processes.
 
-All run on two ranks, and on four those for which four matter; the rest of the cross is slow. A launch takes seconds, so
+All run on two ranks, and on four those for which four matter; the rest of the cross, also on three, is slow. A launch takes seconds, so
 all cases of a number of ranks share one.
 """
 
@@ -29,6 +29,8 @@ def row(
     return pytest.param(cases, marks=marks, id=cases[0])
 
 
+KINDS = ("ddp", "fsdp", "ddp-owner", "fsdp-owner")
+WAYS = ("inverse", "gradient")
 OBSERVED = [
     "",
     "-in-place",
@@ -89,9 +91,9 @@ ON_ANY_RANKS = [
         "fsdp-attention",
         "fsdp-features",
         "fsdp-accumulate",
-        "fsdp-own-rows",
+        "fsdp-owners",
         "fsdp-two-steps",
-        note="each rank solves for the rows it owns",
+        note="each rank solves for the layers it owns",
     ),
     row("FSDP2, mixed precision", "fsdp-bf16", note="S and the solve in float32"),
     row("FSDP2, CPU offload", "fsdp-offload-exact", "fsdp-offload-convnet"),
@@ -109,7 +111,38 @@ ON_ANY_RANKS = [
         status="refused",
         note="shards do not follow rows; use `fully_shard`",
     ),
-    row("Running averages over ranks", "running-ddp", "running-fsdp"),
+    row(
+        "Running averages over ranks",
+        *(f"running-{kind}" for kind in KINDS),
+        note="each rank keeps the averages and inverses of the layers it owns",
+    ),
+    row(
+        "Statistics shared out over ranks (owners)",
+        *(f"owned-{what}-{kind}" for what in ("copy", "turns") for kind in ("ddp", "fsdp")),
+        *(f"owned-said-{kind}-{way}" for kind in ("ddp", "fsdp") for way in WAYS),
+        *(
+            f"owned-{kind}-{network}-{way}-{often}"
+            for kind in ("ddp", "fsdp")
+            for network in ("even", "tied")
+            for way in WAYS
+            for often in ("every", "tenth")
+        ),
+        *(
+            f"owned-{kind}-{network}-{way}"
+            for kind in ("ddp", "fsdp")
+            for network in ("attention", "convnet", "cg")
+            for way in WAYS
+        ),
+        "owned-bf16",
+        note="averages and inverses take one copy over all ranks; `Running(copies=...)` allows more",
+    ),
+    row("Statistics shared out over ranks, CPU offload", *(f"owned-offload-{way}" for way in WAYS)),
+    row(
+        "Ranks that convert different layers",
+        "owned-differ",
+        status="refused",
+        note="an error names the first layer that differs",
+    ),
     row(
         "Running averages over ranks, observed in some steps (`Running(update_every=...)`)",
         *(f"observe-{kind}{how}" for kind in ("ddp", "fsdp") for how in OBSERVED),
@@ -132,14 +165,13 @@ ON_ANY_RANKS = [
 ON_TWO = [
     row(
         "`torch.distributed.checkpoint`",
-        "resumed-ddp",
-        "resumed-fsdp",
+        *(f"resumed-{kind}" for kind in KINDS),
         note="a resumed run is bit for bit the uninterrupted one",
     ),
 ]
 ON_FOUR = [
-    row("FSDP2, hybrid mesh", "fsdp-hybrid", "fsdp-hybrid-cg"),
-    row("`torch.distributed.checkpoint` onto another number of ranks", "moved-ddp", "moved-fsdp"),
+    row("FSDP2, hybrid mesh", "fsdp-hybrid", "fsdp-hybrid-cg", *(f"owned-hybrid-{way}" for way in WAYS)),
+    row("`torch.distributed.checkpoint` onto another number of ranks", *(f"moved-{kind}" for kind in KINDS)),
 ]
 
 
@@ -194,7 +226,7 @@ def check(found: dict[str, str], cases: tuple[str, ...]) -> None:
     assert not complaints, "\n".join(f"{case}:\n{said}" for case, said in complaints.items())
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))])
 @pytest.mark.parametrize("cases", ON_ANY_RANKS)
 def test_ranks_take_the_step_of_one_process(outcomes: Launch, cases: tuple[str, ...], ranks: int) -> None:
     check(outcomes(ranks), cases)

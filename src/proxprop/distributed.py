@@ -1,6 +1,8 @@
 """Whether this process is one of several ranks, and what a layer has to know of that."""
 
+import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -59,3 +61,35 @@ def _data_parallel(layer: nn.Module) -> str:
     _seen.add(layer)
     inside = (module for root in sharded_modules() for module in root.modules())
     return "fully_shard" if any(layer is module for module in inside) else ""
+
+
+def local(tensor: Any) -> Tensor:
+    """What this rank holds; shares memory."""
+    held: Tensor = tensor.to_local() if mesh_of(tensor) is not None else tensor
+    return held
+
+
+def cuts(parameter: Any) -> int:
+    """How many shards a parameter is cut into."""
+    if mesh_of(parameter) is None:
+        return 1
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement.is_shard())
+
+
+def box(parameter: Any, coordinate: Sequence[int]) -> tuple[slice, ...]:
+    """The part of a parameter that the rank at a coordinate of its mesh holds; torch cuts as `Tensor.chunk` does."""
+    sides = [range(size) for size in parameter.shape]
+    for size, placement, at in zip(
+        parameter.device_mesh.shape, parameter.placements, coordinate, strict=True
+    ):
+        if placement.is_shard():
+            side = sides[placement.dim]
+            chunk = -(-len(side) // size)
+            sides[placement.dim] = side[at * chunk : (at + 1) * chunk]
+    return tuple(slice(side.start, side.stop) for side in sides)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a module was given to `fully_shard`."""
+    return hasattr(module, "set_requires_gradient_sync")

@@ -21,9 +21,10 @@ from data_parallel import CASES as DATA_PARALLEL
 from faults import CASES as FAULTS
 from faults import FATAL, TIMEOUT
 from observed import CASES as OBSERVED
+from owned import CASES as OWNED
 from sharded import CASES as SHARDED
 
-CASES = {**DATA_PARALLEL, **SHARDED, **FAULTS, **OBSERVED}
+CASES = {**DATA_PARALLEL, **SHARDED, **FAULTS, **OBSERVED, **OWNED}
 
 
 def main() -> None:
