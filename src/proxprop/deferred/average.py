@@ -83,7 +83,7 @@ class Running:
     rows: int | None = None
     inverse_dtype: torch.dtype | None = None
     block: int | None = None
-    copies: float = 2.0**30
+    copies: float = 2.0**26
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
@@ -212,21 +212,33 @@ class Cluster:
         self.steps, self.due = steps, steps % self.update_every == 0
 
 
-def take_turns(clusters: Sequence[Cluster], running: Running) -> None:
-    """Give clusters their turns, such that the steps between two inversions of a layer take about as long.
+def turns(costs: Sequence[float], running: Running) -> list[int]:
+    """Turns of layers, such that the steps between two inversions of a layer take about as long.
 
-    Steps that form S have a share of the work with that. Small matrices are inverted together, in the first of these
-    steps: that takes a few calls, however many there are.
+    Steps that form S have a share of the work with that. Small matrices, which cost nothing here, are inverted
+    together, in the first of these steps: that takes a few calls, however many there are. Turns do not depend on the
+    number of ranks, so that ranks take the steps of one process.
+
+    Example:
+        >>> turns([5.0, 3.0, 2.0, 0.0], Running(update_every=1, invert_every=2))
+        [0, 1, 1, 0]
     """
-    share = sum(cluster.cost for cluster in clusters) / running.invert_every
+    share = sum(costs) / running.invert_every
     some = running.update_every > 1
     load = [
         share if some and step % running.update_every == 0 else 0.0 for step in range(running.invert_every)
     ]
-    for cluster in sorted(clusters, key=lambda cluster: -cluster.cost):
-        cost = cluster.cost
-        cluster.turn = load.index(min(load)) if cost else 0
-        load[cluster.turn] += cost
+    found = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        found[index] = load.index(min(load)) if costs[index] else 0
+        load[found[index]] += costs[index]
+    return found
+
+
+def take_turns(clusters: Sequence[Cluster], running: Running) -> None:
+    """Give clusters their turns."""
+    for cluster, turn in zip(clusters, turns([c.cost for c in clusters], running), strict=True):
+        cluster.turn = turn
 
 
 class Averages:
