@@ -8,7 +8,8 @@ goes back. All functions here are pure: ranks come to the same answers without a
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 Way = Literal["inverse", "gradient"]
 
@@ -70,25 +71,35 @@ class Route:
     why: str
 
 
+SLACK = 1.1
+"""How much more than the mean a rank may hold for the sake of its time."""
+
+
 def assign(loads: Sequence[Load], ranks: int) -> list[int]:
     """The owner of each load.
 
     Largest first, each goes to the rank that has least to invert in the same step, and of these to the one that holds
-    least. So the inversions of every step, and memory, are shared out alike.
+    least. A rank that would then hold over a tenth more than the mean comes last. So memory, and the inversions of
+    every step, are shared out alike.
 
     Example:
         >>> assign([Load("a", held=4), Load("b", held=3), Load("c", held=2)], ranks=2)
         [0, 1, 1]
     """
     effort, held = Counter[tuple[int, int]](), [0] * ranks
+    limit = SLACK * sum(load.held for load in loads) / ranks
     owners = [0] * len(loads)
     for index in sorted(range(len(loads)), key=lambda i: (-loads[i].effort, -loads[i].held, i)):
-        load = loads[index]
-        owner = min(range(ranks), key=lambda rank: (effort[rank, load.turn], held[rank], rank))
+        owner = min(range(ranks), key=partial(_burden, loads[index], effort, held, limit))
         owners[index] = owner
-        effort[owner, load.turn] += load.effort  # type: ignore[assignment]
-        held[owner] += load.held
+        effort[owner, loads[index].turn] += loads[index].effort  # type: ignore[assignment]
+        held[owner] += loads[index].held
     return owners
+
+
+def _burden(load: Load, effort: Counter[tuple[int, int]], held: list[int], limit: float, rank: int) -> Any:
+    """What to compare ranks by."""
+    return held[rank] + load.held > limit, effort[rank, load.turn], held[rank], rank
 
 
 def moved(load: Load, way: Way, spread: Spread) -> float:
