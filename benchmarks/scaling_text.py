@@ -23,7 +23,8 @@ attached = proxprop.attach(optimizer, model)
 ```
 
 Only two lines differ from plain training: `convert` before wrapping, and `attach` once the optimizer is made.
-`examples/ddp.py` and `examples/fsdp.py` are complete scripts.
+`examples/ddp.py` and `examples/fsdp.py` are complete scripts; the second trains a model of Llama's shape and resumes
+from a checkpoint.
 
 `D = (λI + S)⁻¹B` needs two sums over the batch. DDP and FSDP2 average gradients over R ranks, `B = (1/R) Σ B_r`. S is
 summed, `S = Σ S_r`, and so is the number of samples N where the scaling needs it. Therefore, with a loss that is a
@@ -41,7 +42,8 @@ mean over the rank's own samples:
 
 S is sent while backward still runs, as packed triangles in buckets of 25 MB on a process group of its own. The
 order is the same on all ranks, even if they use different layers. Where FSDP2 has no outermost module, S is sent
-when the optimizer steps. Tensor parallel layers are refused by name.
+when the optimizer steps. [Tensor parallel layers and experts](deferred.md#tensor-parallel-layers-and-experts) have
+their own section.
 """
 
 OWNERS = """## Who owns what

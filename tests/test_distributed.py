@@ -31,6 +31,7 @@ def row(
 
 KINDS = ("ddp", "fsdp", "ddp-owner", "fsdp-owner")
 WAYS = ("inverse", "gradient")
+PLANS = ("both", "colwise", "rowwise")
 OBSERVED = [
     "",
     "-in-place",
@@ -99,11 +100,24 @@ ON_ANY_RANKS = [
     row("FSDP2, CPU offload", "fsdp-offload-exact", "fsdp-offload-convnet"),
     row(
         "Tensor parallel (`parallelize_module`)",
+        *(f"tensor-{plan}" for plan in PLANS),
+        *(f"tensor-{plan}-{way}" for plan in PLANS for way in WAYS),
+        "tensor-sequence",
+        note="inputs that are cut by features or positions are gathered in observed steps",
+    ),
+    row(
+        "Tensor parallel (`parallelize_module`)",
         "tensor-parallel-colwise",
         "tensor-parallel-rowwise",
         status="refused",
-        modes=("immediate", "deferred"),
-        note="where ranks hold different features, no rank can form S alone",
+        modes=("immediate",),
+        note="no rank has all features and outputs inside backward",
+    ),
+    row(
+        "Tensor parallel inside DistributedDataParallel",
+        "tensor-ddp-refused",
+        status="refused",
+        note="use `fully_shard` on a mesh with both dimensions",
     ),
     row(
         "FSDP1 (`FullyShardedDataParallel`)",
@@ -135,6 +149,11 @@ ON_ANY_RANKS = [
         ),
         "owned-bf16",
         note="averages and inverses take one copy over all ranks; `Running(copies=...)` allows more",
+    ),
+    row(
+        "Experts that one rank alone holds",
+        *(f"experts-{kind}{how}" for kind in ("ddp", "fsdp") for how in ("", "-running")),
+        note="S and its number of samples stay with the expert; DDP and FSDP2 have to ignore its parameters",
     ),
     row("Statistics shared out over ranks, CPU offload", *(f"owned-offload-{way}" for way in WAYS)),
     row(
@@ -170,6 +189,7 @@ ON_TWO = [
     ),
 ]
 ON_FOUR = [
+    row("FSDP2 and tensor parallel", *(f"tensor-fsdp-{way}" for way in WAYS)),
     row("FSDP2, hybrid mesh", "fsdp-hybrid", "fsdp-hybrid-cg", *(f"owned-hybrid-{way}" for way in WAYS)),
     row("`torch.distributed.checkpoint` onto another number of ranks", *(f"moved-{kind}" for kind in KINDS)),
 ]
@@ -283,7 +303,7 @@ def test_other_ranks_fail_within_the_timeout(case: str, tmp_path: Path) -> None:
     check(json.loads((tmp_path / "outcome.json").read_text()), (case,))
 
 
-@pytest.mark.parametrize("example", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("example", ["ddp", "fsdp"])
 def test_the_examples_run_and_take_the_step_of_one_process(example: str) -> None:
     run = torchrun(2, ROOT / "examples" / f"{example}.py")
     assert run.returncode == 0, run.stderr
@@ -291,3 +311,7 @@ def test_the_examples_run_and_take_the_step_of_one_process(example: str) -> None
     assert losses[-1] < 0.8 * losses[0]
     (distance,) = re.findall(r"one process with all samples: (\S+)", run.stdout)
     assert float(distance) < 1e-5
+    if example == "fsdp":
+        (held,) = re.findall(r"on each rank, kB: (\d+), (\d+)", run.stdout)
+        assert max(map(int, held)) <= 1.1 * sum(map(int, held)) / 2
+        assert "distance of a resumed run: 0.0" in run.stdout

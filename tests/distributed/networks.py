@@ -108,5 +108,13 @@ NETWORKS = {
         rows(300),
     ),
     "tied": Network(converted(Tied, solver=Exact(), module_types="all"), rows(6)),
+    "sequence": Network(
+        converted(
+            lambda: nn.Sequential(nn.Linear(12, 12), nn.LayerNorm(12), nn.Linear(12, 12), nn.Linear(12, 3)),
+            solver=Exact(),
+            module_types="all",
+        ),
+        rows(12, 12),
+    ),
     "attention": Network(converted(Attention, solver=Exact(), tau_theta=0.5), rows(4, 5)),
 }

@@ -236,6 +236,12 @@ def _is_asked_for(leaf: Any) -> bool:
         return True
 
 
+def _repeats(layer: ProximalLayer) -> bool:
+    """Whether another rank of a tensor parallel layer has the same inputs, and is the one to bring their S."""
+    mesh = mesh_of(next(layer.parameters()))
+    return mesh is not None and any(mesh.get_coordinate())
+
+
 _systems: WeakValueDictionary[str, "System"] = WeakValueDictionary()
 """Systems by their key, which a compiled graph holds."""
 
@@ -273,7 +279,7 @@ class System(Equation):
         self.when_summed: Callable[[System], None] | None = None
         self._leaves: tuple[Tensor, ...] = ()
         self._made_for: tuple[object, ...] = ()
-        self._ones = self.alone = False
+        self._ones = self.alone = self._repeated = False
         self._rows: list[Tensor] = []
         self.watch: Watch | None = None
         self.calls = 0
@@ -293,6 +299,7 @@ class System(Equation):
             seen: finds calls that share their input: from this call's to the one that it shares, or its own.
         """
         leaves = self.leaves(output.device, precision(output, *inputs))
+        self._repeated = _repeats(self.layer)
         call = Call(self, self.shapes, sampling)
         if not torch.compiler.is_compiling():
             call.input = seen((self.call, tuple(s is not None for s in call.shapes), sampling))
@@ -464,9 +471,11 @@ class System(Equation):
         return self._leaves
 
     def shares(self) -> list[Tensor]:
-        """What was summed on this rank, zeros in place of nothing; forgotten here."""
+        """What was summed on this rank, zeros in place of nothing or of what another rank brings; forgotten here."""
         self.sum_rows()
-        found = [leaf.grad if leaf.grad is not None else leaf.new_zeros(leaf.shape) for leaf in self._leaves]
+        sums = [None if self._repeated else leaf.grad for leaf in self._leaves]
+        pairs = zip(self._leaves, sums, strict=True)
+        found = [leaf.new_zeros(leaf.shape) if own is None else own for leaf, own in pairs]
         self.forget()
         return found
 

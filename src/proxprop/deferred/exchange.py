@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from proxprop.deferred.average import Cluster, Entry, Running
+from proxprop.deferred.average import Cluster, Entry, Running, take_turns
 from proxprop.deferred.equation import Equation
 from proxprop.deferred.owners import Load, Place, Spread, assign, routes
 from proxprop.deferred.packing import packed_size
 from proxprop.deferred.preconditioner import Operator, borrowed
 from proxprop.deferred.ranks import Ranks, Sums
 from proxprop.deferred.writer import Directions, by_outputs, direct
-from proxprop.distributed import box, local, mesh_of
+from proxprop.distributed import box, cut_dimension, local, mesh_of
 from proxprop.solvers import DIAGONAL, Exact
 
 Operators = Mapping[Cluster, Sequence[tuple[Equation, Operator]]]
@@ -78,8 +78,12 @@ class Exchange:
         """
         found = {cluster: ranks.sums(cluster.parameters[0]) for cluster in self.clusters}
         self._sums = {cluster: sums for cluster, sums in found.items() if sums is not None}
-        for sums in dict.fromkeys(self._sums.values()):
-            clusters = [cluster for cluster, own in self._sums.items() if own is sums]
+        for sums in dict.fromkeys(found.values()):
+            clusters = [cluster for cluster, own in found.items() if own is sums]
+            if self.running is not None and self.running.damping is not None:
+                take_turns(clusters, self.running)
+            if sums is None:
+                continue
             loads = [load_of(cluster, self.running) for cluster in clusters]
             refuse_different(sums, loads)
             spread = sums.spread(clusters[0].parameters[0])
@@ -116,6 +120,8 @@ class Exchange:
             done: clusters whose gradients hold the direction already.
             lend: whether an owner may have no gradients, so that its operators go to the ranks that have.
         """
+        for cluster in operators:
+            _lay_out(cluster.parameters)
         if lend:
             operators = self._lent(operators)
         far = {c: own for c, own in operators.items() if c.place.way == "gradient" and not lend}
@@ -265,7 +271,7 @@ class Shards:
         """Whether two ranks hold shards of the same copy of a parameter."""
         places = self._sums.coordinates(parameter.device_mesh)
         both = zip(places[one], places[other], parameter.placements, strict=True)
-        return all(a == b for a, b, placement in both if not placement.is_shard())
+        return all(a == b for a, b, placement in both if cut_dimension(placement) is None)
 
 
 def refuse_different(sums: Sums, loads: Sequence[Load]) -> None:
@@ -281,6 +287,13 @@ def refuse_different(sums: Sums, loads: Sequence[Load]) -> None:
                     f"ranks share out different layers: on rank 0 of the group there is {one}, on rank {rank} {other}. "
                     "Build, freeze and convert the model alike on all ranks before proxprop.attach"
                 )
+
+
+def _lay_out(parameters: Iterable[Any]) -> None:
+    """Lay sharded gradients out as their parameters; those of tensor parallel layers may be partial sums."""
+    for p in parameters:
+        if mesh_of(p) is not None and p.grad is not None and p.grad.placements != p.placements:
+            p.grad = p.grad.redistribute(placements=p.placements)
 
 
 def _device(cluster: Cluster) -> torch.device:

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from proxprop.deferred.accumulator import Sampling, SeenInput, System
-from proxprop.deferred.average import Averages, Cluster, Running, entries, load_state_dict, take_turns
+from proxprop.deferred.average import Averages, Cluster, Running, entries, load_state_dict
 from proxprop.deferred.equation import Equation, Term, components, join
 from proxprop.deferred.exchange import Exchange
 from proxprop.deferred.gradients import Watch
@@ -20,7 +20,7 @@ from proxprop.deferred.preconditioner import Operator, RowSolve, Solve, absolute
 from proxprop.deferred.ranks import Ranks
 from proxprop.deferred.reduction import Reduction
 from proxprop.deferred.writer import direct
-from proxprop.distributed import mesh_of, several_ranks
+from proxprop.distributed import mesh_of, several_ranks, whole
 from proxprop.nn import ProximalLayer
 from proxprop.torch_internals import backward_pass, in_transform, writes
 
@@ -71,7 +71,9 @@ class Attachment:
         if not system.trained:
             return output
         seen = partial(self.handle.seen, inputs[0] if of is None else of)
-        return system.tap(output, inputs, self.handle.sampling(system), seen)
+        with torch.no_grad():
+            gathered = [whole(tensor) for tensor in inputs]
+        return system.tap(output, gathered, self.handle.sampling(system), seen)
 
     def explicit(self) -> bool:
         """Whether the layer keeps BackProp's gradient."""
@@ -232,8 +234,6 @@ class Attached(Joins):
         }
         update_every = running.update_every if running is not None else 1
         self.clusters = [Cluster(systems, update_every) for systems in components(self.systems)]
-        if running is not None and running.damping is not None:
-            take_turns(self.clusters, running)
         self._watches = {cluster: Watch(cluster) for cluster in self.clusters}
         for cluster in self.clusters:
             cluster.systems[0].alone = len(cluster.systems) == 1 and running is None

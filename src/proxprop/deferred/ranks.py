@@ -47,9 +47,14 @@ class Ranks:
         self._wrapper = ref(wrapper) if wrapper is not None else None
 
     def sums(self, parameter: Tensor) -> "Sums | None":
-        """What sums over the ranks that hold a share of this parameter's batch; None where there is but one."""
+        """What sums over the ranks that hold a share of this parameter's batch; None where there is but one.
+
+        An expert that one rank alone holds is ignored by DDP and FSDP2, and its S stays on that rank.
+        """
         mesh = mesh_of(parameter)
         around = self.wrapper if mesh is None else mesh
+        if mesh is None and around is not None and id(parameter) in ignored_by(around):
+            return None
         if around is None or not several_ranks():
             return None
         if around not in self._sums:
@@ -76,6 +81,12 @@ def refuse_flat_parameters(model: nn.Module) -> None:
             "FullyShardedDataParallel cuts parameters without regard to their rows, so that no rank can solve for "
             "what it holds. Use torch.distributed.fsdp.fully_shard"
         )
+
+
+def ignored_by(wrapper: Any) -> set[int]:
+    """The parameters that DDP was told to leave alone, by their id."""
+    names = wrapper.parameters_to_ignore
+    return {id(p) for name, p in wrapper.module.named_parameters() if name in names} if names else set()
 
 
 def _is_ddp(module: object) -> bool:

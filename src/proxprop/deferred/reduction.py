@@ -193,7 +193,8 @@ class Reduction:
         self._end_round()
         self._arrive()
         self._drop_zeroed()
-        sums = self.ranks.sums(self.systems[0].parameters[0]) if self.systems else None
+        found = (self.ranks.sums(system.parameters[0]) for system in self.systems)
+        sums = next((each for each in found if each is not None), None)
         if sums is None or not synchronised:
             return
         together = [s for s in reversed(self.systems) if self.ranks.sums(s.parameters[0]) is sums]

@@ -23,7 +23,7 @@ from torch import Tensor
 from proxprop.backward import no_autocast
 from proxprop.deferred.equation import Block, Equation
 from proxprop.deferred.preconditioner import Inverse, Operator, aligned, replayed, rounded_products
-from proxprop.distributed import box, local, mesh_of
+from proxprop.distributed import box, cut_dimension, local, mesh_of
 from proxprop.replay import are_small, replays, size
 from proxprop.solvers import DIAGONAL, Solution
 from proxprop.torch_internals import copy_all
@@ -363,6 +363,6 @@ def by_outputs(equation: Equation) -> bool:
 
 
 def _sharded_dimension(parameter: Any) -> int | None:
-    """The dimension that a DTensor is cut along; None where it is not cut along just one."""
-    cut = [placement.dim for placement in parameter.placements if placement.is_shard()]
-    return cut[0] if len(cut) == 1 else None
+    """The dimension that a DTensor is cut along; None where there is not just one."""
+    cut = {cut_dimension(placement) for placement in parameter.placements} - {None}
+    return cut.pop() if len(cut) == 1 else None
