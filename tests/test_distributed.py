@@ -93,6 +93,7 @@ ON_ANY_RANKS = [
         "fsdp-features",
         "fsdp-accumulate",
         "fsdp-owners",
+        "fsdp-overlap",
         "fsdp-two-steps",
         note="each rank solves for the layers it owns",
     ),

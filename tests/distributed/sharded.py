@@ -115,6 +115,21 @@ def each_layer_by_its_owner() -> None:
     assert sorted(outputs for own in everyones for outputs in own) == [5, 7], everyones
 
 
+def sent_while_backward_runs() -> None:
+    """S of the later layer is on its way before backward has reached the first, and memory of what has left is free."""
+    model = cut("exact")
+    attached = proxprop.attach(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    attached.reduction.ranks.sums(model[0].weight).limit = 1
+    seen, traffic = [], attached.reduction.ranks.traffic
+    model[1].register_full_backward_hook(lambda *_: seen.append(traffic.calls["S"]))
+    mean_square(model(share(whole("exact")))).backward()
+    assert seen == [1], seen
+    assert traffic.calls["S"] == 2
+    for _, bucket in attached.reduction._round.sent:
+        bucket.wait()
+        assert bucket.flat.is_meta != bucket.mine
+
+
 def two_steps_with_adam() -> None:
     """Parameters after two steps are those of one process."""
     model = cut("exact")
@@ -170,6 +185,7 @@ CASES: dict[str, Callable[[], None]] = {
     "fsdp-accumulate": accumulated,
     "fsdp-bf16": mixed_precision,
     "fsdp-owners": each_layer_by_its_owner,
+    "fsdp-overlap": sent_while_backward_runs,
     "fsdp-two-steps": two_steps_with_adam,
     "fsdp-immediate-warns": warned_once_in_immediate_mode,
     "fsdp-hybrid": partial(one_step, "convnet", hybrid=True),

@@ -38,10 +38,11 @@ def one_step(plan: str) -> None:
     """Every rank sees the whole batch, and has the direction of one process with it."""
     model = parallelize_module(NETWORKS["even"].model(), mesh(), PLANS[plan])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    proxprop.attach(optimizer, model)
+    attached = proxprop.attach(optimizer, model)
     mean_square(model(whole("even"))).backward()
     optimizer.step()
     assert_parity(model, one_process("even"))
+    assert attached.reduction.ranks.traffic.bytes["S"] == 0  # every rank has it
 
 
 def averaged(plan: str, way: str) -> None:

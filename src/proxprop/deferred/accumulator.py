@@ -236,12 +236,6 @@ def _is_asked_for(leaf: Any) -> bool:
         return True
 
 
-def _repeats(layer: ProximalLayer) -> bool:
-    """Whether another rank of a tensor parallel layer has the same inputs, and is the one to bring their S."""
-    mesh = mesh_of(next(layer.parameters()))
-    return mesh is not None and any(mesh.get_coordinate())
-
-
 _systems: WeakValueDictionary[str, "System"] = WeakValueDictionary()
 """Systems by their key, which a compiled graph holds."""
 
@@ -268,6 +262,7 @@ class System(Equation):
         watch: sees to it that S is started anew when the gradient is.
         calls: how many calls were counted since the last solve.
         alone: whether nothing but the step of this system needs its S.
+        common: whether all ranks that share the layer have the same inputs, and so the same S.
     """
 
     def __init__(
@@ -279,7 +274,7 @@ class System(Equation):
         self.when_summed: Callable[[System], None] | None = None
         self._leaves: tuple[Tensor, ...] = ()
         self._made_for: tuple[object, ...] = ()
-        self._ones = self.alone = self._repeated = False
+        self._ones = self.alone = self.common = self._repeated = False
         self._rows: list[Tensor] = []
         self.watch: Watch | None = None
         self.calls = 0
@@ -299,12 +294,18 @@ class System(Equation):
             seen: finds calls that share their input: from this call's to the one that it shares, or its own.
         """
         leaves = self.leaves(output.device, precision(output, *inputs))
-        self._repeated = _repeats(self.layer)
+        self._note_tensor_parallel()
         call = Call(self, self.shapes, sampling)
         if not torch.compiler.is_compiling():
             call.input = seen((self.call, tuple(s is not None for s in call.shapes), sampling))
         result: Tensor = Tap.apply(output, call, len(inputs), *(t.detach() for t in inputs), *leaves)
         return result
+
+    def _note_tensor_parallel(self) -> None:
+        """See whether other ranks have the same inputs, as those of a layer that is spread in its forward do."""
+        mesh = mesh_of(next(self.layer.parameters()))
+        self.common = mesh is not None and mesh == mesh_of(self.parameters[0])
+        self._repeated = mesh is not None and not self.common and any(mesh.get_coordinate())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -368,11 +369,9 @@ class System(Equation):
 
     @property
     def may_keep_rows(self) -> bool:
-        """Whether rows may stand for S: those of a linear layer whose weight is trained, of one process."""
+        """Whether rows may stand for S: those of a linear layer, of one process."""
         spread = several_ranks() or any(mesh_of(p) is not None for p in self.parameters)
-        if not self.alone or spread or not isinstance(self.layout, LinearTransfer):
-            return False
-        return self.layout.weight_shape is not None
+        return self.alone and not spread and isinstance(self.layout, LinearTransfer)
 
     def keep(self, transfer: Transfer, dtype: torch.dtype) -> bool:
         """Keep the rows of a call, if that pays for those of all calls together; else S of all is to be summed."""

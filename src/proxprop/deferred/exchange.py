@@ -120,7 +120,7 @@ class Exchange:
             done: clusters whose gradients hold the direction already.
             lend: whether an owner may have no gradients, so that its operators go to the ranks that have.
         """
-        for cluster in operators:
+        for cluster in filter(self._sums.__contains__, operators):
             _lay_out(cluster.parameters)
         if lend:
             operators = self._lent(operators)

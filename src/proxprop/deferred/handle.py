@@ -299,7 +299,7 @@ class Attached(Joins):
         self._solve_rows(systems)
         steps = self._steps(self.reduction.summed(systems))
         if self.averages is None:
-            self._turn({cluster: _solves(terms) for cluster, terms in steps.items()})
+            self._turn({cluster: _solves(terms) for cluster, terms in steps.items()}, done=set())
         elif steps or resting:
             self._average(self.averages, steps, resting)
         for cluster in (*steps, *resting):
@@ -334,16 +334,18 @@ class Attached(Joins):
         averages.refresh(resting)
         self.exchange.send(averages.anew)
         averages.anew.clear()
-        self._turn({cluster: cluster.operators for cluster in (*steps, *resting)})
+        done = {cluster for cluster in resting if self._watches[cluster].holds_direction()}
+        self._turn({cluster: cluster.operators for cluster in (*steps, *resting)}, done)
         for cluster in (*steps, *resting):
             cluster.reach(cluster.steps + 1)
         for cluster in steps:
             self._watches[cluster].follow(cluster.parameters)
         self._rest([*steps, *(cluster for cluster in resting if cluster.due)])
 
-    def _turn(self, operators: Mapping[Cluster, Sequence[tuple[Equation, Operator]]]) -> None:
-        """Turn gradients into directions; those of clusters that rest may hold it already."""
-        done = {c for c in operators if c.resting and self._watches[c].holds_direction()}
+    def _turn(
+        self, operators: Mapping[Cluster, Sequence[tuple[Equation, Operator]]], done: set[Cluster]
+    ) -> None:
+        """Turn gradients into directions, but those that hold it already."""
         self.exchange.turn(operators, done, lend=self._join_config.enable)
 
     def _settle(self, ranks: Ranks) -> None:

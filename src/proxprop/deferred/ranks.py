@@ -45,6 +45,7 @@ class Ranks:
     @wrapper.setter
     def wrapper(self, wrapper: Any) -> None:
         self._wrapper = ref(wrapper) if wrapper is not None else None
+        self._ignored = ignored_by(wrapper) if wrapper is not None else set()
 
     def sums(self, parameter: Tensor) -> "Sums | None":
         """What sums over the ranks that hold a share of this parameter's batch; None where there is but one.
@@ -53,7 +54,7 @@ class Ranks:
         """
         mesh = mesh_of(parameter)
         around = self.wrapper if mesh is None else mesh
-        if mesh is None and around is not None and id(parameter) in ignored_by(around):
+        if id(parameter) in self._ignored:
             return None
         if around is None or not several_ranks():
             return None
@@ -144,13 +145,19 @@ class Sums:
             )
         return group
 
-    def send(self, tensors: Sequence[Tensor], owner: int) -> "Bucket":
-        """Start to sum tensors of one type on one device on their owner, in one call. They are copied, packed."""
-        flat = packed(tensors)
-        with explained():
-            work = dist.reduce(flat, group=self.group, group_dst=owner, async_op=True)
-        mine = owner == self.rank
-        self.traffic.count("S", 0 if mine else flat.numel(), flat)
+    def send(self, tensors: Sequence[Tensor], owner: int, common: bool = False) -> "Bucket":
+        """Start to sum tensors of one type on one device on their owner, in one call. They are copied, packed.
+
+        Args:
+            tensors: this rank's summands.
+            owner: the rank that they are summed on.
+            common: whether all ranks have the same sums already, so that nothing is sent.
+        """
+        flat, mine, work = packed(tensors), owner == self.rank, None
+        if not common:
+            with explained():
+                work = dist.reduce(flat, group=self.group, group_dst=owner, async_op=True)
+            self.traffic.count("S", 0 if mine else flat.numel(), flat)
         return Bucket([tensor.shape for tensor in tensors], flat, work, mine)
 
     def bring(self, tensors: Sequence[Tensor], owners: Sequence[int], kind: str) -> None:
@@ -242,7 +249,7 @@ class Bucket:
 
     def let_go(self) -> None:
         """Free what has left this rank."""
-        if not self.mine and self.work.is_completed():
+        if not self.mine and (self.work is None or self.work.is_completed()):
             self._wait()
 
     def wait(self) -> list[Tensor]:
@@ -256,8 +263,9 @@ class Bucket:
     def _wait(self) -> None:
         if self.flat.is_meta:
             return
-        with explained():
-            self.work.wait()
+        if self.work is not None:
+            with explained():
+                self.work.wait()
         if not self.mine:
             self.flat = self.flat.to("meta")
 

@@ -63,7 +63,8 @@ class Round:
             bucket.let_go()
         systems = self._left.pop(0)
         tensors = [t for s in systems for t in s.shares()]
-        self.sent.append((systems, self._sums.send(tensors, self._owner_of(systems[0]))))
+        common = all(system.common for system in systems)
+        self.sent.append((systems, self._sums.send(tensors, self._owner_of(systems[0]), common)))
 
 
 class Reduction:

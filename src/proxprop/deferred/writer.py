@@ -210,7 +210,6 @@ def _stackable(equation: Equation) -> bool:
     return (
         isinstance(layout, Affine)
         and type(layout) in ROWS_ARE_OUTPUTS
-        and layout.weight_shape is not None
         and all(mesh_of(parameter) is None for parameter in equation.parameters)
     )
 
