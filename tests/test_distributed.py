@@ -52,6 +52,7 @@ ON_ANY_RANKS = [
         "ddp-gradient",
         "ddp-convnet",
         "ddp-attention",
+        "ddp-embedded",
         "ddp-small-buckets",
         "ddp-wrapped-later",
         "ddp-solve",
@@ -90,6 +91,7 @@ ON_ANY_RANKS = [
         "fsdp-gradient",
         "fsdp-convnet",
         "fsdp-attention",
+        "fsdp-embedded",
         "fsdp-features",
         "fsdp-accumulate",
         "fsdp-owners",
@@ -256,6 +258,14 @@ def test_ranks_take_the_step_of_one_process(outcomes: Launch, cases: tuple[str, 
 @pytest.mark.parametrize("ranks", [2])
 @pytest.mark.parametrize("cases", ON_TWO)
 def test_two_ranks(outcomes: Launch, cases: tuple[str, ...], ranks: int) -> None:
+    check(outcomes(ranks), cases)
+
+
+@pytest.mark.parametrize("ranks", [1])
+@pytest.mark.parametrize(
+    "cases", [("fsdp-attention", "fsdp-convnet", "running-fsdp", "running-ddp")], ids=["all"]
+)
+def test_one_rank_is_one_process(outcomes: Launch, cases: tuple[str, ...], ranks: int) -> None:
     check(outcomes(ranks), cases)
 
 

@@ -105,8 +105,8 @@ def cut_dimension(placement: Any) -> int | None:
 
 
 def whole(tensor: Any) -> Tensor:
-    """A tensor in whole, gathered from all ranks of its mesh where it is spread over them."""
-    full: Tensor = tensor.full_tensor() if mesh_of(tensor) is not None else tensor
+    """A tensor in whole; without its graph where it has to be gathered from the ranks of its mesh."""
+    full: Tensor = tensor.detach().full_tensor() if mesh_of(tensor) is not None else tensor
     return full
 
 

@@ -44,16 +44,16 @@ class Pair(nn.Module):
         return self.second(self.first(x).tanh()).tanh()
 
 
-class Tied(nn.Module):
-    """An embedding, a pair of tied layers, and one more."""
+class Embedded(nn.Module):
+    """An embedding, one layer or a pair of tied ones, and one more."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: Callable[[], nn.Module]) -> None:
         super().__init__()
-        self.table, self.pair, self.last = nn.Embedding(11, 6), Pair(), nn.Linear(6, 3)
+        self.table, self.inner, self.last = nn.Embedding(11, 6), inner(), nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         index = x[:, 0].abs().mul(5).long() % 11
-        return self.last(self.pair(self.table(index) + x))
+        return self.last(self.inner(self.table(index) + x))
 
 
 def perceptron(inputs: int = 6, first: int = 7, second: int = 5) -> nn.Module:
@@ -107,7 +107,10 @@ NETWORKS = {
         converted(lambda: nn.Sequential(nn.Linear(300, 260), nn.Tanh(), nn.Linear(260, 4), nn.Linear(4, 2))),
         rows(300),
     ),
-    "tied": Network(converted(Tied, solver=Exact(), module_types="all"), rows(6)),
+    "tied": Network(converted(lambda: Embedded(Pair), solver=Exact(), module_types="all"), rows(6)),
+    "embedded": Network(
+        converted(lambda: Embedded(lambda: nn.Linear(6, 6)), solver=Exact(), module_types="all"), rows(6)
+    ),
     "sequence": Network(
         converted(
             lambda: nn.Sequential(nn.Linear(12, 12), nn.LayerNorm(12), nn.Linear(12, 12), nn.Linear(12, 3)),

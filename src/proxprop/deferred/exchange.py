@@ -122,11 +122,13 @@ class Exchange:
         """
         for cluster in filter(self._sums.__contains__, operators):
             _lay_out(cluster.parameters)
-        if lend:
-            operators = self._lent(operators)
-        far = {c: own for c, own in operators.items() if c.place.way == "gradient" and not lend}
-        near = [pair for c, own in operators.items() if c not in far and c not in done for pair in own]
-        self._turn(near)
+        ways = {"inverse"} if self.running is None else set()  # no rank keeps these from step to step
+        lent = self._lent(
+            {c: own for c, own in operators.items() if c in self._sums and (lend or c.place.way in ways)}
+        )
+        far = {c: own for c, own in operators.items() if c.place.way == "gradient" and c not in lent}
+        near = {c: lent.get(c, own) for c, own in operators.items() if c not in far and c not in done}
+        self._turn([pair for own in near.values() for pair in own])
         for sums, clusters in self._by_sums(far):
             if mesh_of(clusters[0].parameters[0]) is None:
                 self._turn([p for c in clusters if c.place.mine and c not in done for p in far[c]])

@@ -71,9 +71,7 @@ class Attachment:
         if not system.trained:
             return output
         seen = partial(self.handle.seen, inputs[0] if of is None else of)
-        with torch.no_grad():
-            gathered = [whole(tensor) for tensor in inputs]
-        return system.tap(output, gathered, self.handle.sampling(system), seen)
+        return system.tap(output, [whole(t) for t in inputs], self.handle.sampling(system), seen)
 
     def explicit(self) -> bool:
         """Whether the layer keeps BackProp's gradient."""

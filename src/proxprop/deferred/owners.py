@@ -99,7 +99,8 @@ def assign(loads: Sequence[Load], ranks: int) -> list[int]:
 
 def _burden(load: Load, effort: Counter[tuple[int, int]], held: list[int], limit: float, rank: int) -> Any:
     """What to compare ranks by."""
-    return held[rank] + load.held > limit, effort[rank, load.turn], held[rank], rank
+    full = held[rank] + load.held > limit
+    return full, held[rank] if full else 0, effort[rank, load.turn], held[rank], rank
 
 
 def moved(load: Load, way: Way, spread: Spread) -> float:

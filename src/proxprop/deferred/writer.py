@@ -323,6 +323,9 @@ def share(equation: Equation, whole: Whole | None = None) -> Share:
     present = [block for block in blocks if block is not None]
     if not any(mesh_of(block.parameter) is not None for block in present):
         return Share(blocks, equation.layout)
+    if whole is None and mesh_of(present[0].parameter).size() == 1:
+        gradients = {block.parameter: block.parameter.grad for block in present}
+        whole = {p: local(gradient) for p, gradient in gradients.items() if gradient is not None}
     if whole is not None:
         return Share([block and _within(block, whole) for block in blocks], equation.layout)
     own = [block and _own(block) for block in blocks]
