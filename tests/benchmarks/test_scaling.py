@@ -81,7 +81,7 @@ def test_averages_and_inverses_of_all_ranks_are_one_copy(model: Model, sharded: 
     whole = 8 * sum(layer.count * layer.numbers for layer in model.layers)
     assert predict(model, TERMS, NETWORK, 1, sharded, running).state == whole
     before = whole
-    for ranks in (2, 4, 8, 16):
+    for ranks in (2, 4, 8):
         step = predict(model, TERMS, NETWORK, ranks, sharded, running)
         assert step.state == pytest.approx(step.balance[1] * whole / ranks)
         assert step.state < before
