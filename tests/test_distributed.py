@@ -180,7 +180,7 @@ ON_ANY_RANKS = [
         "NaN and infinities on one rank",
         "broken-S",
         "broken-G",
-        "broken-running",
+        *(f"broken-running-{kind}" for kind in KINDS),
         note="decided from what was summed over ranks, so that all ranks decide alike",
     ),
 ]

@@ -42,11 +42,10 @@ def broken_on_one_rank(where: str) -> None:
     assert not model.module[0].weight.grad.isfinite().all()
 
 
-def broken_running_average() -> None:
+def broken_running_average(kind: str) -> None:
     """A step whose S is not finite on one rank is left out of the average on all ranks."""
-    model = DistributedDataParallel(NETWORKS["exact"].model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    attached = proxprop.attach(optimizer, model, running=RUNNING)
+    model, optimizer, attached = fresh(kind)
+    optimizer.param_groups[0]["lr"] = 0.0
     batch = share(whole("exact")).clone()
     for broken in (False, True, False):
         used = batch.clone()
@@ -155,7 +154,7 @@ KINDS = ("ddp", "fsdp", "ddp-owner", "fsdp-owner")
 CASES: dict[str, Callable[[], None]] = {
     "broken-S": partial(broken_on_one_rank, "S"),
     "broken-G": partial(broken_on_one_rank, "G"),
-    "broken-running": broken_running_average,
+    **{f"broken-running-{kind}": partial(broken_running_average, kind) for kind in KINDS},
     **{f"running-{kind}": partial(running_average_is_that_of_one_process, kind) for kind in KINDS},
     **{f"resumed-{kind}": partial(resumed, kind) for kind in KINDS},
     **{f"moved-{kind}": partial(resumed_on_other_ranks, kind) for kind in KINDS},

@@ -71,7 +71,7 @@ def as_one_process(
     kind: str, how: str, network: str = "even", running: Running = RUNNING, **options: object
 ) -> None:
     run, alone = fresh(kind, network, running, **options), fresh("alone", network, running)
-    for step in range(STEPS):
+    for step in range(max(STEPS, running.invert_every + 2)):
         batch = whole(network) * (1 + 0.1 * step)
         sent = calls(run)
         take_step(run, share(batch), how)

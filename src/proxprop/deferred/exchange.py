@@ -120,6 +120,9 @@ class Exchange:
             done: clusters whose gradients hold the direction already.
             lend: whether an owner may have no gradients, so that its operators go to the ranks that have.
         """
+        if not self._sums:
+            self._turn([pair for c, own in operators.items() if c not in done for pair in own])
+            return
         for cluster in filter(self._sums.__contains__, operators):
             _lay_out(cluster.parameters)
         ways = {"inverse"} if self.running is None else set()  # no rank keeps these from step to step
