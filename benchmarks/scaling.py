@@ -8,31 +8,47 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scaling_model import Network, Step, Terms, fit, predict
-from scaling_shapes import MEASURED, MODELS, Model
+from scaling_model import Network, Step, Terms, fit, plain_flops, predict
+from scaling_shapes import GPT2_SMALL, MEASURED, MODELS, Model
 from scaling_terms import Record, from_pieces, measured_ratio
-from scaling_text import ASSUMED, EXACT, FROM_PIECES, INTRODUCTION, LIMITS
+from scaling_text import ASSUMED, BALANCE, COUNTED, EXACT, FROM_PIECES, INTRODUCTION, LIMITS, OWNERS, TIMED
 from tables import table
+
+from proxprop import Running
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 RANKS = (1, 8, 64, 512, 1024)
 ASSUMPTION = Network(inside=450e9, between=50e9)
 ALONE = Network(inside=1.0, between=1.0)
-MODES = (("each batch's S", 0), ("running, update_every=1", 10))
-MEASURED_AS = {"deferred": 0, "running-1": 1, "running-10": 10}
-"""Timed methods that form S in feature space, and the model's `every` for them."""
+MODES: tuple[tuple[str, Running | None], ...] = (("each batch's S", None), ("`Running()`", Running()))
+MEASURED_AS: dict[str, Running | None] = {
+    "deferred": None,
+    "running-1": Running(update_every=1, invert_every=1),
+    "running-10": Running(update_every=1, invert_every=10),
+    "observe-10": Running(),
+}
+"""Timed methods that form S in feature space."""
+
+MEASURED_LATER = {
+    "every 10": Running(),
+    "every 32": Running(update_every=32, invert_every=32),
+    "S of every step": Running(update_every=1, invert_every=10),
+}
+"""Those timed since layers between observed steps are torch's own."""
 
 
 def main() -> None:
-    half = json.loads((RESULTS / "bench" / "h200-bf16.json").read_text())
-    ranks = {n: json.loads((RESULTS / "scaling" / f"gloo-{n}.json").read_text()) for n in (1, 2, 4)}
-    record = json.loads((RESULTS / "bench" / "deferred-h200.json").read_text())
+    half, record, later = (
+        json.loads((RESULTS / "bench" / f"{name}.json").read_text())
+        for name in ("h200-bf16", "deferred-h200", "running-h200")
+    )
+    ranks = {n: json.loads((RESULTS / "scaling" / f"gloo-{n}.json").read_text()) for n in (1, 2, 3, 4)}
     terms = from_pieces(record, half)
-    parts = [INTRODUCTION, EXACT, f"## One H200\n\n{FROM_PIECES}", on_one_gpu(record, terms)]
+    parts = [INTRODUCTION, EXACT, OWNERS, f"## One H200\n\n{FROM_PIECES}", on_one_gpu(record, later, terms)]
     parts += ["## Processes on one machine\n", on_processes(ranks), ASSUMED]
     parts += [on_many(model, terms) for model in MODELS]
-    parts += [LIMITS.format(**limits(terms))]
+    parts += [balance(terms), LIMITS.format(**limits(terms))]
     print("\n".join(parts), end="")
 
 
@@ -41,7 +57,7 @@ def source(record: Record) -> str:
     return f"{made['device']}, torch {made['torch']}, commit `{made['commit'][:12]}`: `{record['command']}`\n"
 
 
-def on_one_gpu(record: Record, terms: Terms) -> str:
+def on_one_gpu(record: Record, later: Record, terms: Terms) -> str:
     """The fitted terms, and measured steps beside predicted ones."""
     fits = [
         ["S from rows", terms.gram, "TFLOP/s"],
@@ -57,57 +73,68 @@ def on_one_gpu(record: Record, terms: Terms) -> str:
     )
     steps = []
     for model in MEASURED:
-        for method, every in MEASURED_AS.items():
+        for method, running in MEASURED_AS.items():
             ratio = measured_ratio(record, model.name, method)
-            predicted = predict(model, terms, ALONE, 1, sharded=False, every=every).ratio
+            predicted = predict(model, terms, ALONE, 1, sharded=False, running=running).ratio
             steps.append([f"{model.name}, {method}", f"{ratio:.2f}", f"{predicted:.2f}"])
-    return text + table(["TF32 step over BackProp's", "measured", "the model says"], steps)
+    text += table(["eager TF32 step over BackProp's", "measured", "the model says"], steps)
+    return f"{text}\n{source(later)}\n{since_then(later, terms)}"
+
+
+def since_then(record: Record, terms: Terms) -> str:
+    """Steps in bf16 that were timed after the pieces, beside predicted ones."""
+    of = {(row["network"], row["way"], row["method"]): row for row in record["rows"]}
+    rows = []
+    for method, running in MEASURED_LATER.items():
+        row = of[GPT2_SMALL.name, "eager", method]
+        speed = {(GPT2_SMALL.like, "bf16"): plain_flops(GPT2_SMALL) / (row["plain"] / 1e3)}
+        known = replace(terms, plain={**terms.plain, **speed})
+        predicted = predict(GPT2_SMALL, known, ALONE, 1, sharded=False, running=running).ratio
+        rows.append([f"GPT-2 of 12 blocks, {method}", f"{row['ratio']:.2f}", f"{predicted:.2f}"])
+    return table(["eager bf16 step over AdamW's", "measured", "the model says"], rows)
 
 
 def on_processes(ranks: dict[int, Record]) -> str:
-    """All-reduce by size and number of ranks, and what summing S adds to a step."""
-    found = {
-        n: fit([a["bytes"] for a in r["all_reduce"]], [a["milliseconds"] / 1e3 for a in r["all_reduce"]])
-        for n, r in ranks.items()
-        if n > 1
-    }
-    rows = [
-        [
-            f"{n}",
-            f"{1e3 * t.latency:.1f} ms",
-            f"{t.rate / 1e9:.2g} GB/s",
-            f"{2 * (n - 1) * t.rate / 1e9:.2g} GB/s",
-        ]
-        for n, t in found.items()
-    ]
-    text = source(ranks[2]) + "\n"
-    text += table(["gloo ranks", "latency of an all-reduce", "rate", "past all ranks together"], rows)
-    text += (
-        "\nRanks on one machine share its memory and two cores, so the rate of each falls as ranks are added. The last "
-        "column\nis what moves past all of them together, `2(ranks − 1)` times the bytes.\n\n"
-    )
-    steps = []
+    """Collectives by size and number of ranks, and what each rank holds, inverts and sends."""
+    rows = []
     for n, record in ranks.items():
-        of = {(s["width"], s["method"]): s for s in record["steps"]}
-        for width in sorted({s["width"] for s in record["steps"]}):
-            size = 3 * 4 * (width + 1) * (width + 2) / 2
-            sums = 1e3 * found[n](size) if n > 1 else 0.0
-            steps.append(
-                [
-                    f"{n} rank{'s' if n > 1 else ''}, width {width}",
-                    f"{of[width, 'backprop']['milliseconds']:.1f}",
-                    *(f"{of[width, m]['ratio']:.2f}" for m in ("immediate", "deferred", "running-10")),
-                    "{1:+.1f} ({0:+.1f} to {2:+.1f})".format(*of[width, "deferred"]["beyond_immediate"]),
-                    f"{sums:.1f}",
-                ]
-            )
-    header = ["step", "BackProp, ms", "immediate", "deferred", "running, update_every=1"]
-    text += table([*header, "deferred − immediate, ms", "all-reduce of S predicts, ms"], steps)
-    return text + (
-        "\nBoth modes solve in feature space here, so they differ only by the sum of S over ranks. The difference is a "
-        "median\nover rounds with its quartiles, on two cores shared with other work. If the quartiles include what "
-        "the all-reduce\npredicts, nothing more can be said.\n"
-    )
+        if n > 1:
+            sizes = [c["bytes"] for c in record["collectives"]]
+            for name in ("all_reduce", "reduce", "broadcast"):
+                t = fit(sizes, [c[name] / 1e3 for c in record["collectives"]])
+                rows.append([f"{n}, {name}", f"{1e3 * t.latency:.1f} ms", f"{t.rate / 1e9:.2g} GB/s"])
+    text = source(ranks[2]) + "\n" + table(["gloo ranks", "latency", "rate"], rows) + TIMED
+    return text + table(COUNTS, [row for n, record in ranks.items() for row in counted(n, record)]) + COUNTED
+
+
+COUNTS = [
+    "ranks",
+    "inverse",
+    "averages, kB",
+    "averages and inverses, kB",
+    "layers inverted",
+    "S sent, kB",
+    "rest, kB",
+]
+
+
+def counted(ranks: int, record: Record) -> list[list[str]]:
+    """What the fullest and busiest rank has, of each way to spread a model."""
+    rows = []
+    for count in record["counts"]:
+        each = count["ranks"]
+        sent = [rank["sent"] for rank in each]
+        numbers = [
+            max(rank["averages"] for rank in each),
+            max(rank["held"] for rank in each),
+            max(rank["inverted"] for rank in each),
+            sum(s["S"] for s in sent) / ranks / record["steps"],
+            sum(sum(s.values()) - s["S"] for s in sent) / ranks / record["steps"],
+        ]
+        kilobytes = [f"{n:,}" if i == 2 else f"{n / 1e3:,.0f}" for i, n in enumerate(numbers)]
+        where = "on all ranks" if count["way"] == "inverse" else "on its owner"
+        rows.append([f"{ranks}, {count['kind'].upper().replace('FSDP', 'FSDP2')}", where, *kilobytes])
+    return rows
 
 
 def on_many(model: Model, terms: Terms) -> str:
@@ -115,18 +142,18 @@ def on_many(model: Model, terms: Terms) -> str:
     rows = []
     for sharded in (False, True):
         for ranks in RANKS if not sharded else RANKS[1:]:
-            steps = [predict(model, terms, ASSUMPTION, ranks, sharded, every) for _, every in MODES]
+            steps = [predict(model, terms, ASSUMPTION, ranks, sharded, running) for _, running in MODES]
             rows.append([f"{'FSDP2' if sharded else 'DDP'}, {ranks:,}", *cells(steps)])
     header = ["GPUs", "BackProp, ms", *(f"ratio, {name}" for name, _ in MODES)]
-    header += ["gradients sent, GB", "S sent, GB", "state, GB", *(f"S, {name}, GB" for name, _ in MODES)]
+    header += ["BackProp sends, GB", "`Running()` sends, GB", "state, GB", "S, GB", "S on its way, GB"]
     about = f"{model.parameters / 1e6:,.0f} M parameters, BackProp in {model.precision.upper()}"
     return f"### {model.name}\n\n{about}.\n\n{table(header, rows)}"
 
 
 def cells(steps: list[Step]) -> list[str]:
-    first = steps[0]
-    plain = 1e3 * (first.plain + first.plain_waits)
-    sizes = [first.gradient_bytes, first.system_bytes, first.plain_memory, *(s.system_memory for s in steps)]
+    last = steps[-1]
+    plain = 1e3 * (last.plain + last.plain_waits)
+    sizes = [last.gradient_bytes, last.system_bytes, last.plain_memory, last.state, last.passing]
     return [
         f"{plain:,.0f}",
         *(f"{s.ratio:.2f}" for s in steps),
@@ -134,27 +161,44 @@ def cells(steps: list[Step]) -> list[str]:
     ]
 
 
+def balance(terms: Terms) -> str:
+    """How evenly owners share inversions and memory."""
+    rows = []
+    for model in MODELS:
+        found = [predict(model, terms, ASSUMPTION, n, True, Running()).balance for n in RANKS[1:]]
+        rows.append([model.name.split(",")[0], *(f"{effort:.1f}, {held:.2f}" for effort, held in found)])
+    return BALANCE + table(["longest over mean", *(f"{n:,} GPUs" for n in RANKS[1:])], rows)
+
+
 def limits(terms: Terms) -> dict[str, str]:
     """Numbers for the text on where it stops paying."""
-    resnet, gpt, llama = MODELS
+    _, gpt, llama, _ = MODELS
     ethernet = replace(ASSUMPTION, between=1.25e9)
 
-    def ratio(model: Model, ranks: int, sharded: bool, **options: Any) -> str:
-        options = {"network": ASSUMPTION, "every": 10, **options}
-        return f"{predict(model, terms, ranks=ranks, sharded=sharded, **options).ratio:.2f}"
+    def step(model: Model, ranks: int, sharded: bool, **options: Any) -> Step:
+        options = {"network": ASSUMPTION, "running": Running(), **options}
+        return predict(model, terms, ranks=ranks, sharded=sharded, **options)
 
-    memory = predict(llama, terms, ASSUMPTION, 8, sharded=True, every=10).system_memory
+    def ratio(*args: Any, **options: Any) -> str:
+        return f"{step(*args, **options).ratio:.2f}"
+
+    seven = step(llama, 64, True)
     return {
-        "resnet": ratio(resnet, 8, True),
-        "gpt": ratio(gpt, 8, True),
-        "llama": ratio(llama, 8, True),
-        "fast": ratio(gpt, 1024, False),
-        "strong": ratio(replace(gpt, items=1), 1024, False),
-        "batch": ratio(gpt, 8, False, every=0),
-        "slow": ratio(gpt, 1024, False, network=ethernet),
-        "whole": ratio(llama, 1024, True),
-        "sampled": ratio(llama, 1024, True, rows=2048),
-        "memory": f"{memory / 1e9:.0f}",
+        "gpt_alone": ratio(gpt, 1, False),
+        "gpt": ratio(gpt, 64, False),
+        "gpt_sharded": ratio(gpt, 64, True),
+        "gpt_half": ratio(replace(gpt, precision="bf16"), 64, False),
+        "llama_alone": ratio(llama, 1, False),
+        "llama": ratio(llama, 64, True),
+        "inverting": f"{100 * seven.parts['inverting'] / seven.plain:.0f}",
+        "state": f"{seven.state / 1e9:.2f}",
+        "peak": f"{(seven.state + seven.passing) / 1e9:.2f}",
+        "observed": ratio(llama, 64, True, running=Running(update_every=1)),
+        "sampled": ratio(llama, 64, True, running=Running(update_every=1), rows=2048),
+        "strong": ratio(replace(gpt, items=1), 64, False),
+        "batch": ratio(gpt, 1, False, running=None),
+        "batch_many": ratio(gpt, 64, False, running=None),
+        "slow": ratio(gpt, 64, False, network=ethernet),
     }
 
 

@@ -1,6 +1,6 @@
-"""Measure what ranks cost: all-reduce by size, and whole DDP steps with and without `proxprop.attach`.
+"""Count what ranks hold, send and invert, and time the collectives that S takes.
 
-    for n in 1 2 4; do OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=$n benchmarks/scaling_ranks.py \
+    for n in 1 2 3 4; do OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=$n benchmarks/scaling_ranks.py \
         --json results/scaling/gloo-$n.json; done
 
 Runs on gloo processes of one machine; docs/scaling.md compares its model with these records.
@@ -8,30 +8,31 @@ Runs on gloo processes of one machine; docs/scaling.md compares its model with t
 
 import argparse
 import json
+import math
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from step import environment
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import proxprop
-from proxprop import Exact, Running
-from proxprop.deferred.reduction import packed_size
-from proxprop.distributed import Sums
+from proxprop import Attached, Exact, Running
 
-BYTES = [2**k for k in range(10, 27, 2)]
-WIDTHS = (256, 512)
-"""Every hidden layer of a step's network has this many inputs and outputs."""
+BYTES = [2**k for k in range(10, 25, 2)]
+WIDTH, DEPTH, BATCH = 256, 12, 512
+"""A step's network has so many hidden layers with this many inputs and outputs."""
 
-BATCH = 512
-METHODS = ("backprop", "immediate", "deferred", "running-10")
+STEPS = 10
+COPIES = {"gradient": 0.0, "inverse": math.inf}
 
 
 def main() -> None:
@@ -41,16 +42,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
-    warnings.filterwarnings("ignore", message=".*proxprop.attach")  # immediate mode is measured too
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     record = {
         "command": f"torchrun --nproc-per-node={dist.get_world_size()} {sys.argv[0]}",
         "environment": environment("cpu"),
         "ranks": dist.get_world_size(),
-        "all_reduce": [reduction(size, options.rounds) for size in BYTES],
-        "packed": [packed(width, options.rounds) for width in WIDTHS],
-        "steps": [row for width in WIDTHS for row in steps(width, options.rounds)],
+        "width": WIDTH,
+        "depth": DEPTH,
+        "steps": STEPS,
+        "collectives": [collectives(size, options.rounds) for size in BYTES],
+        "counts": [counts(kind, way) for kind in ("ddp", "fsdp") for way in COPIES],
     }
     if dist.get_rank() == 0:
         options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -59,85 +61,67 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def reduction(size: int, rounds: int) -> dict[str, float]:
+def collectives(size: int, rounds: int) -> dict[str, float]:
+    """S as it was sent before there were owners, as it is sent, and an inverse; by turns, as the machine drifts."""
     flat = torch.zeros(size // 4)
-    return {"bytes": size, "milliseconds": timed(lambda: dist.all_reduce(flat), rounds)}
-
-
-def packed(width: int, rounds: int) -> dict[str, float]:
-    """Packing, sending and unpacking one S."""
-    S, sums = torch.zeros(1, width, width), Sums(dist.group.WORLD)
-    return {
-        "features": width,
-        "bytes": 4 * packed_size(S.shape),
-        "milliseconds": timed(lambda: sums.send([S]).wait(), rounds),
+    work: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(flat),
+        "reduce": lambda: dist.reduce(flat, 0),
+        "broadcast": lambda: dist.broadcast(flat, 0),
     }
-
-
-def steps(width: int, rounds: int) -> list[dict[str, float | str]]:
-    """A DDP step of every method, in turn, round by round."""
-    work = {method: prepare(width, method) for method in METHODS}
-    times: dict[str, list[float]] = {method: [] for method in METHODS}
+    found: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(rounds):
-        for method, step in work.items():
-            times[method].append(timed(step, 1, times=10 if method == "running-10" else 2))
-    ratios = {
-        method: median(t / b for t, b in zip(times[method], times["backprop"], strict=True))
-        for method in METHODS
-    }
-    # Neighbours in time are compared, because the machine's speed drifts.
-    added = {
-        method: quantiles([t - i for t, i in zip(times[method], times["immediate"], strict=True)], n=4)
-        for method in METHODS
-    }
-    return [
-        {
-            "width": width,
-            "batch": BATCH,
-            "method": m,
-            "milliseconds": median(times[m]),
-            "ratio": ratios[m],
-            "beyond_immediate": added[m],
-        }
-        for m in METHODS
-    ]
+        for name, call in work.items():
+            found[name].append(timed(call))
+    return {"bytes": size, **{name: median(times) for name, times in found.items()}}
 
 
-def prepare(width: int, method: str) -> Callable[[], None]:
+def counts(kind: str, way: str) -> dict[str, Any]:
+    """What each rank holds after a round of steps, has sent in it, and inverts."""
     torch.manual_seed(0)
-    hidden = [part for _ in range(3) for part in (nn.Linear(width, width), nn.ReLU())]
-    model = nn.Sequential(*hidden, nn.Linear(width, 10))
-    if method != "backprop":
-        proxprop.convert(model, Exact(), tau_theta=1.0, space="feature")
-    wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-6)
-    if method == "deferred":
-        proxprop.attach(optimizer, wrapped)
-    elif method == "running-10":
-        proxprop.attach(optimizer, wrapped, running=Running(update_every=1, invert_every=10))
-    x, y = torch.randn(BATCH, width), torch.randint(10, (BATCH,))
+    attached = train(kind, Running(copies=COPIES[way]))
+    traffic = attached.reduction.ranks.traffic.bytes
+    own = [cluster for cluster in attached.clusters if cluster.place.mine]
+    here = {
+        "held": attached.bytes_held,
+        "averages": sum(t.nbytes for name, t in attached.state_dict().items() if name.endswith(".S")),
+        "inverted": len(own),
+        "sent": {name: traffic[name] for name in ("S", "inverses", "gradients", "directions")},
+    }
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, here)
+    return {"kind": kind, "way": way, "ranks": everyones}
 
-    def step() -> None:
+
+def train(kind: str, running: Running) -> Attached:
+    hidden = [part for _ in range(DEPTH) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    model = nn.Sequential(*hidden, nn.Linear(WIDTH, 10))
+    proxprop.convert(model, Exact())
+    if kind == "ddp":
+        wrapped: nn.Module = DistributedDataParallel(model)
+    else:
+        wrapped = model
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-6)
+    attached = proxprop.attach(optimizer, wrapped, running=running)
+    x, y = torch.randn(BATCH, WIDTH), torch.randint(10, (BATCH,))
+    for _ in range(STEPS):
         optimizer.zero_grad()
         nn.functional.cross_entropy(wrapped(x), y).backward()
         optimizer.step()
+    return attached
 
-    return step
 
-
-def timed(work: Callable[[], object], rounds: int, times: int = 3) -> float:
-    """Median over rounds of the slowest rank's mean milliseconds."""
-    found = []
+def timed(work: Callable[[], object], times: int = 3) -> float:
+    """The slowest rank's mean milliseconds."""
     work()
-    for _ in range(rounds):
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(times):
-            work()
-        spent = torch.tensor((time.perf_counter() - start) / times)
-        dist.all_reduce(spent, dist.ReduceOp.MAX)
-        found.append(1e3 * float(spent))
-    return median(found)
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(times):
+        work()
+    spent = torch.tensor((time.perf_counter() - start) / times)
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return 1e3 * float(spent)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Three real models as tables of shapes: what their converted layers are, and how much of them stays explicit."""
+"""Real models as tables of shapes: what their converted layers are, and how much of them stays explicit."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -8,11 +8,13 @@ class Layers:
     """`count` alike layers.
 
     Attributes:
-        features: inputs of one output, with the bias where there is one.
+        features: inputs of one output, with the bias where there is one; those of one block where there are blocks.
         outputs: output channels.
         positions: samples that one item of the batch brings.
         count: how many such layers.
         offsets: for a convolution with stride 1, its kernel's positions; S then comes from autocorrelations.
+        shared: how many of them see the same input, so that S is formed once.
+        blocks: how many blocks of features S has on its diagonal.
     """
 
     features: int
@@ -20,6 +22,23 @@ class Layers:
     positions: int
     count: int = 1
     offsets: int = 1
+    shared: int = 1
+    blocks: int = 1
+
+    @property
+    def inputs(self) -> int:
+        """All features."""
+        return self.blocks * self.features
+
+    @property
+    def numbers(self) -> int:
+        """Of S."""
+        return self.blocks * self.features**2
+
+    @property
+    def seen(self) -> int:
+        """Different inputs."""
+        return self.count // self.shared
 
 
 @dataclass(frozen=True)
@@ -45,7 +64,7 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        return self.explicit + sum(layer.count * layer.features * layer.outputs for layer in self.layers)
+        return self.explicit + sum(layer.count * layer.inputs * layer.outputs for layer in self.layers)
 
 
 def _bottlenecks(inputs: int, width: int, before: int, after: int, count: int) -> list[Layers]:
@@ -95,13 +114,30 @@ GPT2_MEDIUM = Model(
 LLAMA_7B = Model(
     "Llama-7B shapes, 4 sequences of 2,048 a GPU",
     (
-        Layers(4096, 4096, 2048, 4 * 32),
-        Layers(4096, 11008, 2048, 2 * 32),
+        Layers(4096, 4096, 2048, 3 * 32, shared=3),
+        Layers(4096, 4096, 2048, 32),
+        Layers(4096, 11008, 2048, 2 * 32, shared=2),
         Layers(11008, 4096, 2048, 32),
     ),
     explicit=2 * 32000 * 4096,
     last=2048 * 4096 * 32000,
     items=4,
+    like="gpt2-block-8x1024",
+    precision="bf16",
+)
+
+LLAMA_70B = Model(
+    "Llama-70B shapes, 2 sequences of 4,096 a GPU, blocks of at most 8,192 features",
+    (
+        Layers(8192, 8192, 4096, 80),
+        Layers(8192, 8192, 4096, 80),
+        Layers(8192, 1024, 4096, 2 * 80, shared=2),
+        Layers(8192, 28672, 4096, 2 * 80, shared=2),
+        Layers(7168, 8192, 4096, 80, blocks=4),
+    ),
+    explicit=2 * 32000 * 8192,
+    last=4096 * 8192 * 32000,
+    items=2,
     like="gpt2-block-8x1024",
     precision="bf16",
 )
@@ -149,4 +185,15 @@ MEASURED = (
 )
 """The networks whose steps `benchmarks/pieces.py` times."""
 
-MODELS = (RESNET50, GPT2_MEDIUM, LLAMA_7B)
+GPT2_SMALL = Model(
+    "gpt",
+    tuple(replace(layer, count=12) for layer in MEASURED[-1].layers),
+    explicit=0,
+    last=1024 * 768 * 8192,
+    items=8,
+    like="gpt",
+    precision="bf16",
+)
+"""The network whose running averages `benchmarks/deferred.py` times."""
+
+MODELS = (RESNET50, GPT2_MEDIUM, LLAMA_7B, LLAMA_70B)

@@ -46,7 +46,7 @@ def with_correlation(terms: Terms, step: float, record: Record) -> Terms:
         chosen = [layer for layer in RESNET.layers if (layer.offsets > 1) == convolved]
         return sum(layer.count * gram_seconds(layer, RESNET.items, terms) for layer in chosen)
 
-    solves = sum(layer.count * solve_seconds(layer, terms, 1, 0) for layer in RESNET.layers)
+    solves = sum(layer.count * solve_seconds(layer, terms) for layer in RESNET.layers)
     return replace(terms, correlated=max(1.0, (extra - solves - grams(False)) / grams(True)))
 
 

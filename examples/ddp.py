@@ -42,7 +42,7 @@ def train() -> None:
             print(f"step {step:2}: loss {loss / dist.get_world_size():.4f}")
     if dist.get_rank() == 0:
         print(f"direction, relative distance from one process with all samples: {difference:.0e}")
-        print(f"sent for S: {attached.bytes_sent / (step + 1) / 1e6:.2f} MB a step")
+        print(f"sent for ProxProp: {attached.bytes_sent / (step + 1) / 1e6:.2f} MB a step")
 
 
 def network() -> nn.Module:

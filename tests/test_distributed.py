@@ -1,6 +1,6 @@
 """Ranks take the step of one process: the cases of `tests/distributed/` under torchrun, on gloo processes.
 
-All run on two ranks, and on four those for which four matter; the rest of the cross is slow. A launch takes seconds, so
+All run on two ranks, and on four those for which four matter; the rest of the cross, also on three, is slow. A launch takes seconds, so
 all cases of a number of ranks share one.
 """
 
@@ -29,6 +29,9 @@ def row(
     return pytest.param(cases, marks=marks, id=cases[0])
 
 
+KINDS = ("ddp", "fsdp", "ddp-owner", "fsdp-owner")
+WAYS = ("inverse", "gradient")
+PLANS = ("both", "colwise", "rowwise")
 OBSERVED = [
     "",
     "-in-place",
@@ -49,6 +52,7 @@ ON_ANY_RANKS = [
         "ddp-gradient",
         "ddp-convnet",
         "ddp-attention",
+        "ddp-embedded",
         "ddp-small-buckets",
         "ddp-wrapped-later",
         "ddp-solve",
@@ -87,21 +91,36 @@ ON_ANY_RANKS = [
         "fsdp-gradient",
         "fsdp-convnet",
         "fsdp-attention",
+        "fsdp-embedded",
         "fsdp-features",
         "fsdp-accumulate",
-        "fsdp-own-rows",
+        "fsdp-owners",
+        "fsdp-overlap",
         "fsdp-two-steps",
-        note="each rank solves for the rows it owns",
+        note="each rank solves for the layers it owns",
     ),
     row("FSDP2, mixed precision", "fsdp-bf16", note="S and the solve in float32"),
     row("FSDP2, CPU offload", "fsdp-offload-exact", "fsdp-offload-convnet"),
     row(
         "Tensor parallel (`parallelize_module`)",
+        *(f"tensor-{plan}" for plan in PLANS),
+        *(f"tensor-{plan}-{way}" for plan in PLANS for way in WAYS),
+        "tensor-sequence",
+        note="inputs that are cut by features or positions are gathered in observed steps",
+    ),
+    row(
+        "Tensor parallel (`parallelize_module`)",
         "tensor-parallel-colwise",
         "tensor-parallel-rowwise",
         status="refused",
-        modes=("immediate", "deferred"),
-        note="where ranks hold different features, no rank can form S alone",
+        modes=("immediate",),
+        note="no rank has all features and outputs inside backward",
+    ),
+    row(
+        "Tensor parallel inside DistributedDataParallel",
+        "tensor-ddp-refused",
+        status="refused",
+        note="use `fully_shard` on a mesh with both dimensions",
     ),
     row(
         "FSDP1 (`FullyShardedDataParallel`)",
@@ -109,7 +128,43 @@ ON_ANY_RANKS = [
         status="refused",
         note="shards do not follow rows; use `fully_shard`",
     ),
-    row("Running averages over ranks", "running-ddp", "running-fsdp"),
+    row(
+        "Running averages over ranks",
+        *(f"running-{kind}" for kind in KINDS),
+        note="each rank keeps the averages and inverses of the layers it owns",
+    ),
+    row(
+        "Statistics shared out over ranks (owners)",
+        *(f"owned-{what}-{kind}" for what in ("copy", "turns") for kind in ("ddp", "fsdp")),
+        *(f"owned-said-{kind}-{way}" for kind in ("ddp", "fsdp") for way in WAYS),
+        *(
+            f"owned-{kind}-{network}-{way}-{often}"
+            for kind in ("ddp", "fsdp")
+            for network in ("even", "tied")
+            for way in WAYS
+            for often in ("every", "tenth")
+        ),
+        *(
+            f"owned-{kind}-{network}-{way}"
+            for kind in ("ddp", "fsdp")
+            for network in ("attention", "convnet", "cg")
+            for way in WAYS
+        ),
+        "owned-bf16",
+        note="averages and inverses take one copy over all ranks; `Running(copies=...)` allows more",
+    ),
+    row(
+        "Experts that one rank alone holds",
+        *(f"experts-{kind}{how}" for kind in ("ddp", "fsdp") for how in ("", "-running")),
+        note="S and its number of samples stay with the expert; DDP and FSDP2 have to ignore its parameters",
+    ),
+    row("Statistics shared out over ranks, CPU offload", *(f"owned-offload-{way}" for way in WAYS)),
+    row(
+        "Ranks that convert different layers",
+        "owned-differ",
+        status="refused",
+        note="an error names the first layer that differs",
+    ),
     row(
         "Running averages over ranks, observed in some steps (`Running(update_every=...)`)",
         *(f"observe-{kind}{how}" for kind in ("ddp", "fsdp") for how in OBSERVED),
@@ -125,21 +180,21 @@ ON_ANY_RANKS = [
         "NaN and infinities on one rank",
         "broken-S",
         "broken-G",
-        "broken-running",
+        *(f"broken-running-{kind}" for kind in KINDS),
         note="decided from what was summed over ranks, so that all ranks decide alike",
     ),
 ]
 ON_TWO = [
     row(
         "`torch.distributed.checkpoint`",
-        "resumed-ddp",
-        "resumed-fsdp",
+        *(f"resumed-{kind}" for kind in KINDS),
         note="a resumed run is bit for bit the uninterrupted one",
     ),
 ]
 ON_FOUR = [
-    row("FSDP2, hybrid mesh", "fsdp-hybrid", "fsdp-hybrid-cg"),
-    row("`torch.distributed.checkpoint` onto another number of ranks", "moved-ddp", "moved-fsdp"),
+    row("FSDP2 and tensor parallel", *(f"tensor-fsdp-{way}" for way in WAYS)),
+    row("FSDP2, hybrid mesh", "fsdp-hybrid", "fsdp-hybrid-cg", *(f"owned-hybrid-{way}" for way in WAYS)),
+    row("`torch.distributed.checkpoint` onto another number of ranks", *(f"moved-{kind}" for kind in KINDS)),
 ]
 
 
@@ -194,7 +249,7 @@ def check(found: dict[str, str], cases: tuple[str, ...]) -> None:
     assert not complaints, "\n".join(f"{case}:\n{said}" for case, said in complaints.items())
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))])
 @pytest.mark.parametrize("cases", ON_ANY_RANKS)
 def test_ranks_take_the_step_of_one_process(outcomes: Launch, cases: tuple[str, ...], ranks: int) -> None:
     check(outcomes(ranks), cases)
@@ -203,6 +258,14 @@ def test_ranks_take_the_step_of_one_process(outcomes: Launch, cases: tuple[str, 
 @pytest.mark.parametrize("ranks", [2])
 @pytest.mark.parametrize("cases", ON_TWO)
 def test_two_ranks(outcomes: Launch, cases: tuple[str, ...], ranks: int) -> None:
+    check(outcomes(ranks), cases)
+
+
+@pytest.mark.parametrize("ranks", [1])
+@pytest.mark.parametrize(
+    "cases", [("fsdp-attention", "fsdp-convnet", "running-fsdp", "running-ddp")], ids=["all"]
+)
+def test_one_rank_is_one_process(outcomes: Launch, cases: tuple[str, ...], ranks: int) -> None:
     check(outcomes(ranks), cases)
 
 
@@ -251,7 +314,7 @@ def test_other_ranks_fail_within_the_timeout(case: str, tmp_path: Path) -> None:
     check(json.loads((tmp_path / "outcome.json").read_text()), (case,))
 
 
-@pytest.mark.parametrize("example", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("example", ["ddp", "fsdp"])
 def test_the_examples_run_and_take_the_step_of_one_process(example: str) -> None:
     run = torchrun(2, ROOT / "examples" / f"{example}.py")
     assert run.returncode == 0, run.stderr
@@ -259,3 +322,7 @@ def test_the_examples_run_and_take_the_step_of_one_process(example: str) -> None
     assert losses[-1] < 0.8 * losses[0]
     (distance,) = re.findall(r"one process with all samples: (\S+)", run.stdout)
     assert float(distance) < 1e-5
+    if example == "fsdp":
+        (held,) = re.findall(r"on each rank, kB: (\d+), (\d+)", run.stdout)
+        assert max(map(int, held)) <= 1.1 * sum(map(int, held)) / 2
+        assert "distance of a resumed run: 0.0" in run.stdout

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from proxprop.deferred.reduction import buckets, pack, packed_size, unpack
+from proxprop.deferred.packing import buckets, pack, packed_size, unpack
 
 
 def packed(S: Tensor) -> Tensor:
@@ -51,14 +51,21 @@ def test_other_tensors_are_sent_whole(shape: list[int]) -> None:
     assert torch.equal(back, tensor)
 
 
-@given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), max_size=12), st.integers(1, 300))
-def test_buckets_keep_order_type_and_limit(parts: list[tuple[int, bool]], limit: int) -> None:
-    tensors = [torch.zeros(size, dtype=torch.float64 if wide else torch.float32) for size, wide in parts]
-    found = buckets(tensors, limit)
-    assert [index for bucket in found for index in bucket] == list(range(len(tensors)))
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.integers(0, 2)), max_size=12),
+    st.integers(1, 300),
+)
+def test_buckets_have_one_owner_and_type_and_a_limit(parts: list[tuple[int, bool, int]], limit: int) -> None:
+    tensors = [torch.zeros(size, dtype=torch.float64 if wide else torch.float32) for size, wide, _ in parts]
+    kinds = [(wide, owner) for _, wide, owner in parts]
+    found = buckets(tensors, [owner for *_, owner in parts], limit)
+    assert sorted(index for bucket in found for index in bucket) == list(range(len(tensors)))
+    assert [bucket[-1] for bucket in found] == sorted(bucket[-1] for bucket in found)
     for bucket in found:
-        assert len({tensors[i].dtype for i in bucket}) == 1
+        assert len({kinds[i] for i in bucket}) == 1
         assert len(bucket) == 1 or sum(tensors[i].nbytes for i in bucket) <= limit
-    for bucket, following in pairwise(found):
-        together = [tensors[i] for i in (*bucket, following[0])]
-        assert len({t.dtype for t in together}) == 2 or sum(t.nbytes for t in together) > limit
+    for kind in set(kinds):
+        own = [bucket for bucket in found if kinds[bucket[0]] == kind]
+        assert [i for bucket in own for i in bucket] == [i for i, k in enumerate(kinds) if k == kind]
+        for bucket, following in pairwise(own):
+            assert sum(tensors[i].nbytes for i in (*bucket, following[0])) > limit

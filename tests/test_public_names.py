@@ -35,7 +35,7 @@ def test_the_public_names_are_these() -> None:
 
 def test_the_handle_offers_what_the_documents_say() -> None:
     assert inspect.signature(proxprop.attach).return_annotation is proxprop.Attached
-    for name in ("solve", "detach", "state_dict", "load_state_dict", "bytes_sent"):
+    for name in ("solve", "detach", "state_dict", "load_state_dict", "bytes_sent", "bytes_held"):
         assert getattr(proxprop.Attached, name).__doc__
 
 
@@ -49,6 +49,6 @@ def test_types_of_options_name_what_is_accepted(accepted: object, written: tuple
 
 def test_defaults_of_running_averages() -> None:
     expected = {"decay": 0.95, "update_every": 10, "invert_every": 10, "damping": 0.3, "rows": None}
-    expected |= {"inverse_dtype": None, "block": None}
+    expected |= {"inverse_dtype": None, "block": None, "copies": 2.0**26}
     found = inspect.signature(proxprop.Running).parameters
     assert {name: parameter.default for name, parameter in found.items()} == expected

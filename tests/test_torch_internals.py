@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.distributed.tensor import _utils as dtensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn import functional
 
 PACKAGE = Path(__file__).parents[1] / "src" / "proxprop"
@@ -34,7 +35,8 @@ OWNERS = {
     torch.utils._pytree: ["TreeSpec", "tree_flatten", "tree_unflatten"],
     forward_ad: ["_current_level"],
     functional: ["_mha_shape_check"],
-    dtensor: ["compute_local_shape_and_global_offset"],
+    FSDPModule: ["_get_fsdp_state"],
+    FSDPState: ["_fsdp_param_group"],
     torch.distributed.ProcessGroup: ["_device_types", "_get_backend"],
     nn.parallel.DistributedDataParallel: ["_get_active_ddp_module"],
     nn.Conv2d: ["_conv_forward"],

@@ -188,11 +188,11 @@ def timeout(group: Any) -> timedelta | None:
     return found
 
 
-def local_rows(parameter: Any) -> slice:
-    """The rows of a sharded parameter that this rank holds. Without it, tables under FSDP2 can't be rescaled."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return slice(offset[0], offset[0] + shape[0])
+def averages_gradients(around: Any) -> bool:
+    """Whether DDP or FSDP2 averages in the next backward pass. Without it, S is sent under `no_sync` as well."""
+    if not hasattr(around, "_get_fsdp_state"):
+        synchronised: bool = around.require_backward_grad_sync
+        return synchronised
+    states = (module._get_fsdp_state() for module in around.modules() if hasattr(module, "_get_fsdp_state"))
+    groups = (state._fsdp_param_group for state in states)
+    return all(group.reduce_grads for group in groups if group is not None)

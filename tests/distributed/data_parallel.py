@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import proxprop
 from proxprop import Attached
-from proxprop.deferred.reduction import packed_size
+from proxprop.deferred.packing import packed_size
 
 Wrapped = tuple[DistributedDataParallel, torch.optim.Optimizer, Attached]
 
@@ -254,9 +254,15 @@ def bytes_are_counted() -> None:
     model, optimizer, attached = wrapped("exact")
     mean_square(model(share(whole("exact")))).backward()
     optimizer.step()
-    expected = 8 * (packed_size((1, 7, 7)) + packed_size((1, 8, 8)))
-    assert attached.bytes_sent == expected
-    assert attached.reduction.ranks.traffic.calls == 1
+    sizes = {cluster: packed_size(cluster.systems[0].current[0].shape) for cluster in attached.clusters}
+    others = 8 * sum(size for cluster, size in sizes.items() if not cluster.place.mine)
+    own = 8 * sum(p.numel() for cluster in sizes if cluster.place.mine for p in cluster.parameters)
+    own *= dist.get_world_size() - 1
+    traffic = attached.reduction.ranks.traffic
+    assert traffic.bytes == {"S": others, "directions": own}, traffic
+    assert attached.bytes_sent == others + own
+    owners = {cluster.place.owner for cluster in attached.clusters}
+    assert traffic.calls == {"S": len(owners), "directions": len(owners)}
 
 
 def sent_while_backward_runs() -> None:
@@ -264,10 +270,10 @@ def sent_while_backward_runs() -> None:
     model, _, attached = wrapped("exact")
     attached.reduction.ranks.sums(model.module[0].weight).limit = 1
     seen, traffic = [], attached.reduction.ranks.traffic
-    model.module[0].register_full_backward_hook(lambda *_: seen.append(traffic.calls))
+    model.module[0].register_full_backward_hook(lambda *_: seen.append(traffic.calls["S"]))
     mean_square(model(share(whole("exact")))).backward()
     assert seen == [1], seen
-    assert traffic.calls == 2
+    assert traffic.calls["S"] == 2
 
 
 def warned_once_in_immediate_mode() -> None:

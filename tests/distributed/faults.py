@@ -1,9 +1,11 @@
 """Numbers that are not finite, runs that resume, ranks that die."""
 
+import math
 import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -40,11 +42,10 @@ def broken_on_one_rank(where: str) -> None:
     assert not model.module[0].weight.grad.isfinite().all()
 
 
-def broken_running_average() -> None:
+def broken_running_average(kind: str) -> None:
     """A step whose S is not finite on one rank is left out of the average on all ranks."""
-    model = DistributedDataParallel(NETWORKS["exact"].model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    attached = proxprop.attach(optimizer, model, running=RUNNING)
+    model, optimizer, attached = fresh(kind)
+    optimizer.param_groups[0]["lr"] = 0.0
     batch = share(whole("exact")).clone()
     for broken in (False, True, False):
         used = batch.clone()
@@ -53,7 +54,7 @@ def broken_running_average() -> None:
         optimizer.zero_grad()
         mean_square(model(used)).backward()
         optimizer.step()
-    for name, value in attached.state_dict().items():
+    for name, value in attached.state_dict(whole=True).items():
         assert value.isfinite().all(), name
         assert_same_on_all_ranks(value)
 
@@ -68,14 +69,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank
 
 
 def fresh(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Attached]:
-    if kind == "ddp":
+    if "ddp" in kind:
         model: nn.Module = DistributedDataParallel(NETWORKS["exact"].model())
-    elif kind == "fsdp":
+    elif "fsdp" in kind:
         model = cut("exact")
     else:
         model = NETWORKS["exact"].model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return model, optimizer, proxprop.attach(optimizer, model, running=RUNNING)
+    running = replace(RUNNING, copies=0.0 if "owner" in kind else math.inf)
+    return model, optimizer, proxprop.attach(optimizer, model, running=running)
 
 
 def values(model: nn.Module) -> list[Tensor]:
@@ -146,13 +148,16 @@ def rank_is_gone(stuck: bool) -> None:
     assert time.monotonic() - start < 2 * TIMEOUT
 
 
+KINDS = ("ddp", "fsdp", "ddp-owner", "fsdp-owner")
+"""What spreads a model, and whether its inverses stay with their owners."""
+
 CASES: dict[str, Callable[[], None]] = {
     "broken-S": partial(broken_on_one_rank, "S"),
     "broken-G": partial(broken_on_one_rank, "G"),
-    "broken-running": broken_running_average,
-    **{f"running-{kind}": partial(running_average_is_that_of_one_process, kind) for kind in ("ddp", "fsdp")},
-    **{f"resumed-{kind}": partial(resumed, kind) for kind in ("ddp", "fsdp")},
-    **{f"moved-{kind}": partial(resumed_on_other_ranks, kind) for kind in ("ddp", "fsdp")},
+    **{f"broken-running-{kind}": partial(broken_running_average, kind) for kind in KINDS},
+    **{f"running-{kind}": partial(running_average_is_that_of_one_process, kind) for kind in KINDS},
+    **{f"resumed-{kind}": partial(resumed, kind) for kind in KINDS},
+    **{f"moved-{kind}": partial(resumed_on_other_ranks, kind) for kind in KINDS},
 }
 
 TIMEOUT = 4

@@ -23,12 +23,12 @@ STEPS = 7
 Run = tuple[nn.Module, torch.optim.Optimizer, Attached]
 
 
-def fresh(kind: str, network: str = "even", **options: object) -> Run:
-    model = cut(network) if kind == "fsdp" else NETWORKS[network].model()
+def fresh(kind: str, network: str = "even", running: Running = RUNNING, **options: object) -> Run:
+    model = cut(network, **options) if kind == "fsdp" else NETWORKS[network].model()
     if kind == "ddp":
         model = DistributedDataParallel(model, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, optimizer, proxprop.attach(optimizer, model, running=RUNNING)
+    return model, optimizer, proxprop.attach(optimizer, model, running=running)
 
 
 def unsynchronised(model: nn.Module, last: bool) -> object:
@@ -61,13 +61,21 @@ def assert_same_values(model: nn.Module, alone: nn.Module) -> None:
         assert torch.allclose(gathered(found), expected, rtol=1e-9, atol=1e-12)
 
 
-def as_one_process(kind: str, how: str, **options: object) -> None:
-    run, alone = fresh(kind, **options), fresh("alone", options.get("network", "even"))
-    for step in range(STEPS):
-        batch = whole(options.get("network", "even")) * (1 + 0.1 * step)
-        sent = run[2].bytes_sent
+def calls(run: Run) -> int:
+    """How often S was sent."""
+    found: int = run[2].reduction.ranks.traffic.calls["S"]
+    return found
+
+
+def as_one_process(
+    kind: str, how: str, network: str = "even", running: Running = RUNNING, **options: object
+) -> None:
+    run, alone = fresh(kind, network, running, **options), fresh("alone", network, running)
+    for step in range(max(STEPS, running.invert_every + 2)):
+        batch = whole(network) * (1 + 0.1 * step)
+        sent = calls(run)
         take_step(run, share(batch), how)
-        assert (run[2].bytes_sent > sent) == (step % RUNNING.update_every == 0), f"step {step}"
+        assert (calls(run) > sent) == (step % running.update_every == 0), f"step {step}"
         take_step(alone, batch, how.replace("accumulate", ""))
         assert_same_values(run[0], alone[0])
 
@@ -117,7 +125,7 @@ def uneven_inputs() -> None:
                 (mean_square(alone(batches[r] * (1 + step))) / ranks).backward()
         reference.step()
     assert_same_values(model, alone)
-    for value in attached.state_dict().values():
+    for value in attached.state_dict(whole=True).values():
         assert_same_on_all_ranks(value)
 
 
@@ -129,13 +137,15 @@ def wrapped_and_resumed_between() -> None:
         take_step(first, batch, "")
     model, optimizer, attached = fresh("alone", "even")
     model.load_state_dict(first[0].module.state_dict())
-    attached.load_state_dict(first[2].state_dict())
+    attached.load_state_dict(first[2].state_dict(whole=True))
     second = DistributedDataParallel(model), optimizer, attached
     for _ in range(4):
         take_step(first, batch, "")
         take_step(second, batch, "")
+        # DDP's buckets are others in its first step, in which three or more ranks may be added in another order
+        rounding = 0.0 if dist.get_world_size() == 2 else 1e-12
         for found, expected in zip(second[0].parameters(), first[0].parameters(), strict=True):
-            assert torch.equal(found, expected)
+            assert torch.allclose(found, expected, rtol=rounding, atol=rounding)
 
 
 WAYS = ("", "in-place", "clip", "clip-in-place", "accumulate", "accumulate-in-place", "skip", "skip-in-place")

@@ -1,4 +1,4 @@
-"""FSDP2: the same directions as one process, each rank solving for the rows it owns; tensor parallel is refused."""
+"""FSDP2: the same directions as one process, each layer solved by its owner; tensor parallel is refused."""
 
 import warnings
 from collections.abc import Callable
@@ -97,8 +97,8 @@ def mixed_precision() -> None:
         assert error < 0.03, f"{name}: {error:.1e}"
 
 
-def own_rows_only() -> None:
-    """No rank is given more columns of B than it has rows of the weight."""
+def each_layer_by_its_owner() -> None:
+    """Every layer is solved once over all ranks, with all of its outputs."""
     model, optimizer = sharded("exact")
     mean_square(model(share(whole("exact")))).backward()
     solved: list[int] = []
@@ -110,8 +110,24 @@ def own_rows_only() -> None:
 
     with mock.patch.object(preconditioner.Solve, "apply", recorded):
         optimizer.step()
-    rows = [model[i].weight.to_local().shape[0] for i in (0, 2)]
-    assert sorted(solved) == sorted(rows), (solved, rows)
+    everyones: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyones, solved)
+    assert sorted(outputs for own in everyones for outputs in own) == [5, 7], everyones
+
+
+def sent_while_backward_runs() -> None:
+    """S of the later layer is on its way before backward has reached the first, and memory of what has left is free."""
+    model = cut("exact")
+    attached = proxprop.attach(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    attached.reduction.ranks.sums(model[0].weight).limit = 1
+    seen, traffic = [], attached.reduction.ranks.traffic
+    model[1].register_full_backward_hook(lambda *_: seen.append(traffic.calls["S"]))
+    mean_square(model(share(whole("exact")))).backward()
+    assert seen == [1], seen
+    assert traffic.calls["S"] == 2
+    for _, bucket in attached.reduction._round.sent:
+        bucket.wait()
+        assert bucket.flat.is_meta != bucket.mine
 
 
 def two_steps_with_adam() -> None:
@@ -144,16 +160,13 @@ def warned_once_in_immediate_mode() -> None:
 
 
 def tensor_parallel_is_refused(style: str) -> None:
-    """A layer whose weight is spread during its forward is named, with what to do."""
+    """In immediate mode a layer whose weight is spread during its forward is named, with what to do."""
     model = NETWORKS["even"].model()
     plans = {"colwise": {"0": ColwiseParallel()}, "rowwise": {"2": RowwiseParallel()}}
     rows = {"colwise": "0", "rowwise": "2"}
     parallelize_module(model, mesh(), plans[style])
-    for attached in (False, True):
-        if attached:
-            proxprop.attach(torch.optim.SGD(model.parameters(), lr=0.1), model)
-        with pytest.raises(TypeError, match=rf"^{rows[style]}: weight is .*tensor parallel.*exclude"):
-            model(whole("even"))
+    with pytest.raises(TypeError, match=rf"^{rows[style]}: weight is .*tensor parallel.*proxprop.attach"):
+        model(whole("even"))
 
 
 def older_fsdp_is_refused() -> None:
@@ -171,7 +184,8 @@ CASES: dict[str, Callable[[], None]] = {
     "fsdp-features": cut_by_features,
     "fsdp-accumulate": accumulated,
     "fsdp-bf16": mixed_precision,
-    "fsdp-own-rows": own_rows_only,
+    "fsdp-owners": each_layer_by_its_owner,
+    "fsdp-overlap": sent_while_backward_runs,
     "fsdp-two-steps": two_steps_with_adam,
     "fsdp-immediate-warns": warned_once_in_immediate_mode,
     "fsdp-hybrid": partial(one_step, "convnet", hybrid=True),

@@ -18,12 +18,15 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 
 from data_parallel import CASES as DATA_PARALLEL
+from experts import CASES as EXPERTS
 from faults import CASES as FAULTS
 from faults import FATAL, TIMEOUT
 from observed import CASES as OBSERVED
+from owned import CASES as OWNED
 from sharded import CASES as SHARDED
+from tensor import CASES as TENSOR
 
-CASES = {**DATA_PARALLEL, **SHARDED, **FAULTS, **OBSERVED}
+CASES = {**DATA_PARALLEL, **SHARDED, **FAULTS, **OBSERVED, **OWNED, **TENSOR, **EXPERTS}
 
 
 def main() -> None:

@@ -262,6 +262,7 @@ class System(Equation):
         watch: sees to it that S is started anew when the gradient is.
         calls: how many calls were counted since the last solve.
         alone: whether nothing but the step of this system needs its S.
+        common: whether all ranks that share the layer have the same inputs, and so the same S.
     """
 
     def __init__(
@@ -273,7 +274,7 @@ class System(Equation):
         self.when_summed: Callable[[System], None] | None = None
         self._leaves: tuple[Tensor, ...] = ()
         self._made_for: tuple[object, ...] = ()
-        self._ones = self.alone = False
+        self._ones = self.alone = self.common = self._repeated = False
         self._rows: list[Tensor] = []
         self.watch: Watch | None = None
         self.calls = 0
@@ -293,11 +294,18 @@ class System(Equation):
             seen: finds calls that share their input: from this call's to the one that it shares, or its own.
         """
         leaves = self.leaves(output.device, precision(output, *inputs))
+        self._note_tensor_parallel()
         call = Call(self, self.shapes, sampling)
         if not torch.compiler.is_compiling():
             call.input = seen((self.call, tuple(s is not None for s in call.shapes), sampling))
         result: Tensor = Tap.apply(output, call, len(inputs), *(t.detach() for t in inputs), *leaves)
         return result
+
+    def _note_tensor_parallel(self) -> None:
+        """See whether other ranks have the same inputs, as those of a layer that is spread in its forward do."""
+        mesh = mesh_of(next(self.layer.parameters()))
+        self.common = mesh is not None and mesh == mesh_of(self.parameters[0])
+        self._repeated = mesh is not None and not self.common and any(mesh.get_coordinate())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -361,11 +369,9 @@ class System(Equation):
 
     @property
     def may_keep_rows(self) -> bool:
-        """Whether rows may stand for S: those of a linear layer whose weight is trained, of one process."""
+        """Whether rows may stand for S: those of a linear layer, of one process."""
         spread = several_ranks() or any(mesh_of(p) is not None for p in self.parameters)
-        if not self.alone or spread or not isinstance(self.layout, LinearTransfer):
-            return False
-        return self.layout.weight_shape is not None
+        return self.alone and not spread and isinstance(self.layout, LinearTransfer)
 
     def keep(self, transfer: Transfer, dtype: torch.dtype) -> bool:
         """Keep the rows of a call, if that pays for those of all calls together; else S of all is to be summed."""
@@ -464,9 +470,11 @@ class System(Equation):
         return self._leaves
 
     def shares(self) -> list[Tensor]:
-        """What was summed on this rank, zeros in place of nothing; forgotten here."""
+        """What was summed on this rank, zeros in place of nothing or of what another rank brings; forgotten here."""
         self.sum_rows()
-        found = [leaf.grad if leaf.grad is not None else leaf.new_zeros(leaf.shape) for leaf in self._leaves]
+        sums = [None if self._repeated else leaf.grad for leaf in self._leaves]
+        pairs = zip(self._leaves, sums, strict=True)
+        found = [leaf.new_zeros(leaf.shape) if own is None else own for leaf, own in pairs]
         self.forget()
         return found
 

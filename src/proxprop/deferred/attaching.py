@@ -13,8 +13,9 @@ from proxprop.conversion import check_module, last_layer
 from proxprop.deferred.average import Running
 from proxprop.deferred.equation import Equation, components, why_not_joint
 from proxprop.deferred.handle import Attached, Attachment
+from proxprop.deferred.owners import in_units
 from proxprop.deferred.preconditioner import products_with_rows, rows_pay, rows_space
-from proxprop.deferred.reduction import refuse_flat_parameters
+from proxprop.deferred.ranks import refuse_flat_parameters
 from proxprop.nn import ProximalLayer, by_default
 from proxprop.nn.layer import Part
 from proxprop.solvers import DIAGONAL, FEATURE, Plan
@@ -46,15 +47,6 @@ class Choice:
     def __str__(self) -> str:
         size = f"S takes {in_units(self.bytes)}" if self.mode == "deferred" else self.reason
         return f"{self.mode}, {size}"
-
-
-def in_units(size: float) -> str:
-    """Bytes in a unit that suits them."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} GiB"
 
 
 def attach(

@@ -15,6 +15,7 @@ from torch import Tensor
 from proxprop import tuning
 from proxprop.deferred.accumulator import System
 from proxprop.deferred.equation import Equation, Term, join, total
+from proxprop.deferred.owners import Place
 from proxprop.deferred.preconditioner import (
     Due,
     Form,
@@ -67,6 +68,8 @@ class Running:
             `1/k²`. D is then the stated one with that S; between blocks, inputs count as uncorrelated. c stays the
             mean over all features. The bias is in the last block. Attention's packed projections stay whole, and
             layers that share a weight are refused.
+        copies: under several ranks, most bytes of inverses that a rank keeps for layers that other ranks own. A layer
+            whose inverse finds no room has its gradient sent to its owner, and the direction back, in every step.
 
     Example:
         >>> Running(decay=0.9, update_every=5).invert_every
@@ -80,6 +83,7 @@ class Running:
     rows: int | None = None
     inverse_dtype: torch.dtype | None = None
     block: int | None = None
+    copies: float = 2.0**26
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
@@ -97,6 +101,8 @@ class Running:
             )
         if self.damping is not None and not (self.damping > 0 and math.isfinite(self.damping)):
             raise ValueError(f"damping should be > 0 and finite, or None, but is {self.damping}")
+        if not self.copies >= 0:
+            raise ValueError(f"copies should be a number of bytes but is {self.copies!r}")
         if self.inverse_dtype not in (None, torch.bfloat16):
             raise ValueError(f"inverse_dtype should be torch.bfloat16 or None but is {self.inverse_dtype}")
 
@@ -146,6 +152,7 @@ class Cluster:
         turn: in which of the steps between two inversions its average is inverted.
         steps: how many steps it took.
         due: whether S is to be summed in this step. A compiled layer sees this, and no number that is new each step.
+        place: the rank that owns its S.
     """
 
     systems: Sequence[System]
@@ -154,6 +161,7 @@ class Cluster:
     turn: int = field(default=0, init=False)
     steps: int = field(init=False)
     due: bool = field(init=False)
+    place: Place = field(default=Place(), init=False)
 
     def __post_init__(self) -> None:
         self.parameters = list({p: None for system in self.systems for p in system.parameters})
@@ -188,6 +196,10 @@ class Cluster:
         large = (size for size in sizes if size.features >= tuning.TURNS_LEAST_FEATURES)
         return sum(size.groups * float(size.features) ** 3 for size in large)
 
+    def settle(self, place: Place) -> None:
+        """Take on an owner."""
+        self.place = place
+
     def keep(self, operators: list[tuple[Equation, Operator]]) -> None:
         """Take on operators for the parameters that are trained now."""
         self.operators, self._made_for = operators, self._trained()
@@ -200,33 +212,67 @@ class Cluster:
         self.steps, self.due = steps, steps % self.update_every == 0
 
 
-def take_turns(clusters: Sequence[Cluster], running: Running) -> None:
-    """Give clusters their turns, such that the steps between two inversions of a layer take about as long.
+def turns(costs: Sequence[float], running: Running) -> list[int]:
+    """Turns of layers, such that the steps between two inversions of a layer take about as long.
 
-    Steps that form S have a share of the work with that. Small matrices are inverted together, in the first of these
-    steps: that takes a few calls, however many there are.
+    Steps that form S have a share of the work with that. Small matrices, which cost nothing here, are inverted
+    together, in the first of these steps: that takes a few calls, however many there are. Turns do not depend on the
+    number of ranks, so that ranks take the steps of one process.
+
+    Example:
+        >>> turns([5.0, 3.0, 2.0, 0.0], Running(update_every=1, invert_every=2))
+        [0, 1, 1, 0]
     """
-    share = sum(cluster.cost for cluster in clusters) / running.invert_every
+    share = sum(costs) / running.invert_every
     some = running.update_every > 1
     load = [
         share if some and step % running.update_every == 0 else 0.0 for step in range(running.invert_every)
     ]
-    for cluster in sorted(clusters, key=lambda cluster: -cluster.cost):
-        cost = cluster.cost
-        cluster.turn = load.index(min(load)) if cost else 0
-        load[cluster.turn] += cost
+    found = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        found[index] = load.index(min(load)) if costs[index] else 0
+        load[found[index]] += costs[index]
+    return found
+
+
+def take_turns(clusters: Sequence[Cluster], running: Running) -> None:
+    """Give clusters their turns."""
+    for cluster, turn in zip(clusters, turns([c.cost for c in clusters], running), strict=True):
+        cluster.turn = turn
 
 
 class Averages:
-    """The running averages of all systems of a model.
+    """The running averages of all systems of a model. Those that other ranks own have a shape here but no memory.
 
     Args:
         running: the user's choice.
+
+    Attributes:
+        averages: each system's.
+        anew: clusters whose operators were made anew since `anew` was last emptied; the same on all ranks.
     """
 
     def __init__(self, running: Running) -> None:
         self.running = running
         self.averages: dict[Equation, Average] = {}
+        self.anew: list[Cluster] = []
+        self._made_for: dict[Equation, tuple[object, ...]] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Memory of averages on this rank."""
+        return sum(average.S.nbytes for average in self.averages.values() if not average.S.is_meta)
+
+    def settle(self, clusters: Sequence[Cluster]) -> None:
+        """Let go of what other ranks own."""
+        for cluster in clusters:
+            if cluster.place.mine or not cluster.operators:
+                continue
+            for system in cluster.systems:
+                if system in self.averages:
+                    self.averages[system] = Average(*(t.to("meta") for t in self.averages[system]))
+            if cluster.place.way == "gradient":
+                cluster.keep(self.empty_operators(cluster))
 
     def take_in(self, steps: Mapping[Cluster, Sequence[Term]]) -> None:
         """Take in an observed step of clusters' systems, and make their operators anew where it is time."""
@@ -253,20 +299,40 @@ class Averages:
         started = set[Equation]()
         alike: dict[tuple[torch.device, torch.dtype], list[tuple[Average, Average]]] = {}
         for term in terms:
+            system = term.equation
             assert term.samples is not None
-            held, step = self.averages.get(term.equation), Average(term.S, term.samples)
+            assert isinstance(system, System)
+            held, step = self.averages.get(system), Average(term.S, term.samples)
+            if self._is_new(system):
+                started.add(system)
             if held is None or held.S.shape != step.S.shape:
-                _, (S,), (samples,) = _cleaned([step])
-                self.averages[term.equation] = Average(S, samples)
-                started.add(term.equation)
+                self.averages[system] = step if step.S.is_meta else _finite(step)
                 continue
             if (held.S.device, held.S.dtype) != (step.S.device, step.S.dtype):
-                held = self.averages[term.equation] = Average(held.S.to(step.S), held.samples.to(step.S))
-                started.add(term.equation)
-            alike.setdefault((step.S.device, step.S.dtype), []).append((held, step))
+                held = self.averages[system] = Average(held.S.to(step.S), held.samples.to(step.S))
+            if not step.S.is_meta:
+                alike.setdefault((step.S.device, step.S.dtype), []).append((held, step))
         for pairs in alike.values():
             update(pairs, self.running.decay**self.running.update_every)
         return started
+
+    def _is_new(self, system: System) -> bool:
+        """Whether S has another shape, precision or device than before, as ranks that do not hold it know too."""
+        leaf = system.current[0]
+        made_for = leaf.shape, leaf.dtype, leaf.device
+        before = self._made_for.get(system)
+        self._made_for[system] = made_for
+        return before != made_for
+
+    def make_room(self, system: System, cluster: Cluster) -> None:
+        """Start an average with zeros, for what was saved to be copied into."""
+        if system in self.averages or not system.trained:
+            return
+        self._is_new(system)
+        leaves = system.current if cluster.place.mine else [leaf.to("meta") for leaf in system.current]
+        S, samples = system.split(leaves)
+        assert samples is not None
+        self.averages[system] = Average(torch.zeros_like(S), torch.zeros_like(samples))
 
     def _joined(self, cluster: Cluster) -> Iterable[Term]:
         found = [(system, self.averages[system]) for system in cluster.systems if system in self.averages]
@@ -282,14 +348,26 @@ class Averages:
         before = {equation: operator for cluster in clusters for equation, operator in cluster.operators}
         asked = (
             Due(self._form(term, samples), term.equation.layer._settings.solver, before.get(term.equation))
-            for _, term, samples in due
+            for cluster, term, samples in due
+            if cluster.place.mine
         )
-        found = made(asked, self.running.inverse_dtype)
+        found = iter(made(asked, self.running.inverse_dtype))
         for cluster in clusters:
             cluster.keep([])
-        for (cluster, term, _), (operator, failed) in zip(due, found, strict=True):
+        for cluster, term, _ in due:
+            operator, failed = (
+                next(found) if cluster.place.mine else (self._received(cluster, term, before), None)
+            )
             cluster.operators.append((term.equation, operator))
             term.equation.layer._note_failure(failed)
+        self.anew += clusters
+
+    def _received(self, cluster: Cluster, term: Term, before: Mapping[Equation, Operator]) -> Operator:
+        """An operator that the owner's is to be copied into: the one before, if there was one."""
+        fresh, held = self._empty(cluster, term), before.get(term.equation)
+        if held is None or describe(held.kept) != describe(fresh.kept):
+            return fresh
+        return held
 
     def _form(self, term: Term, samples: Tensor | None) -> Form:
         assert term.samples is not None
@@ -302,57 +380,80 @@ class Averages:
         return absolute_form(C.mul_(samples), samples, term.equation.layer._settings)
 
     def empty_operators(self, cluster: Cluster) -> list[tuple[Equation, Operator]]:
-        """Operators that hold zeros, for what was saved to be copied into."""
-        return [(term.equation, self._empty(term)) for term in self._joined(cluster)]
+        """Operators that hold zeros, for what was saved to be copied into; or nothing, where they are not held."""
+        return [(term.equation, self._empty(cluster, term)) for term in self._joined(cluster)]
 
-    def _empty(self, term: Term) -> Operator:
-        solver = term.equation.layer._settings.solver
-        return empty(self._form(term, term.samples), solver, self.running.inverse_dtype)
+    def _empty(self, cluster: Cluster, term: Term) -> Operator:
+        solver, elsewhere = term.equation.layer._settings.solver, cluster.place.way == "gradient"
+        device = cluster.systems[0].current[0].device if not elsewhere else torch.device("meta")
+        device = term.S.device if cluster.place.mine else device
+        return empty(self._form(term, term.samples), solver, self.running.inverse_dtype, device)
 
 
-def state_dict(averages: Averages, clusters: Sequence[Cluster]) -> dict[str, Tensor]:
-    """S̄ and N̄ of every system, and every cluster's number of steps and kept matrices; zeros before the first step.
+def _finite(step: Average) -> Average:
+    _, (S,), (samples,) = _cleaned([step])
+    return Average(S, samples)
 
-    Keys are the layers' names followed by `S`, `samples`, `steps` and `kept`. The tensors are the ones in use.
+
+def describe(tensor: Tensor) -> tuple[object, ...]:
+    """What two tensors have in common if one can be copied into the other's place."""
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+class Entry(NamedTuple):
+    """A tensor of the state; `owned` says that the cluster's owner alone has it."""
+
+    name: str
+    tensor: Tensor
+    cluster: Cluster
+    owned: bool
+
+    @property
+    def here(self) -> bool:
+        """Whether this rank has it."""
+        return self.cluster.place.mine or not self.owned
+
+
+def entries(averages: Averages, clusters: Sequence[Cluster]) -> Iterator[Entry]:
+    """All state, in the same order on all ranks; what other ranks own has no memory.
+
+    S̄ and N̄ of every system, and every cluster's number of steps and kept matrices; zeros before the first step.
     """
-    return dict(_state(averages, clusters))
-
-
-def _state(averages: Averages, clusters: Sequence[Cluster]) -> Iterator[tuple[str, Tensor]]:
     for cluster in clusters:
-        _make_room(averages, cluster, [system for system in cluster.systems if system.usual])
-        yield f"{cluster.name}.steps", torch.tensor(cluster.steps)
+        for system in cluster.systems:
+            if system.usual:
+                averages.make_room(system, cluster)
+        if not cluster.operators:
+            cluster.keep(averages.empty_operators(cluster))
+        yield Entry(f"{cluster.name}.steps", torch.tensor(cluster.steps), cluster, owned=False)
         for system in cluster.systems:
             if system in averages.averages:
-                yield f"{system.name}.S", averages.averages[system].S
-                yield f"{system.name}.samples", averages.averages[system].samples
+                S, samples = averages.averages[system]
+                yield Entry(f"{system.name}.S", S, cluster, owned=True)
+                yield Entry(f"{system.name}.samples", samples, cluster, owned=True)
         for equation, operator in cluster.operators:
-            yield f"{equation.name}.kept", operator.kept
-
-
-def _make_room(averages: Averages, cluster: Cluster, systems: Sequence[System]) -> None:
-    """Make room for what was not taken in yet."""
-    for system in systems:
-        if system not in averages.averages and system.trained:
-            S, samples = system.split(system.current)
-            assert samples is not None
-            averages.averages[system] = Average(torch.zeros_like(S), torch.zeros_like(samples))
-    if not cluster.operators:
-        cluster.keep(averages.empty_operators(cluster))
+            yield Entry(
+                f"{equation.name}.kept", operator.kept, cluster, owned=cluster.place.way == "gradient"
+            )
 
 
 def load_state_dict(averages: Averages, clusters: Sequence[Cluster], state: Mapping[str, Tensor]) -> None:
-    """Take over what `state_dict` made; tensors are copied.
+    """Take over what `entries` named; tensors are copied, and those that other ranks own need not be there.
 
     Raises:
         ValueError: an entry is missing, not expected, or of another shape.
     """
     expected = set[str]()
     for cluster in clusters:
-        _make_room(averages, cluster, [s for s in cluster.systems if f"{s.name}.S" in state])
+        for system in cluster.systems:
+            if f"{system.name}.S" in state:
+                averages.make_room(system, cluster)
         cluster.keep(averages.empty_operators(cluster))
-    for name, tensor in _state(averages, clusters):
+    for entry in entries(averages, clusters):
+        name, tensor, *_ = entry
         expected.add(name)
+        if not entry.here:
+            continue
         if name not in state:
             raise ValueError(f"the state has no {name!r}, which this model needs")
         if state[name].shape != tensor.shape:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from proxprop.deferred.accumulator import weakly
 from proxprop.deferred.average import Cluster
-from proxprop.deferred.writer import local
-from proxprop.distributed import mesh_of
+from proxprop.distributed import local, mesh_of
 from proxprop.torch_internals import after_backward_pass, backward_pass, stored_entries, writes
 
 NONE = -1

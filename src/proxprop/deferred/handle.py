@@ -12,13 +12,15 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from proxprop.deferred.accumulator import Sampling, SeenInput, System
-from proxprop.deferred.average import Averages, Cluster, Running, load_state_dict, state_dict, take_turns
+from proxprop.deferred.average import Averages, Cluster, Running, entries, load_state_dict
 from proxprop.deferred.equation import Equation, Term, components, join
+from proxprop.deferred.exchange import Exchange
 from proxprop.deferred.gradients import Watch
-from proxprop.deferred.preconditioner import RowSolve, Solve, absolute_form
+from proxprop.deferred.preconditioner import Operator, RowSolve, Solve, absolute_form
+from proxprop.deferred.ranks import Ranks
 from proxprop.deferred.reduction import Reduction
-from proxprop.deferred.writer import Directions, direct
-from proxprop.distributed import mesh_of, several_ranks
+from proxprop.deferred.writer import direct
+from proxprop.distributed import mesh_of, several_ranks, whole
 from proxprop.nn import ProximalLayer
 from proxprop.torch_internals import backward_pass, in_transform, writes
 
@@ -69,7 +71,7 @@ class Attachment:
         if not system.trained:
             return output
         seen = partial(self.handle.seen, inputs[0] if of is None else of)
-        return system.tap(output, inputs, self.handle.sampling(system), seen)
+        return system.tap(output, [whole(t) for t in inputs], self.handle.sampling(system), seen)
 
     def explicit(self) -> bool:
         """Whether the layer keeps BackProp's gradient."""
@@ -230,8 +232,6 @@ class Attached(Joins):
         }
         update_every = running.update_every if running is not None else 1
         self.clusters = [Cluster(systems, update_every) for systems in components(self.systems)]
-        if running is not None and running.damping is not None:
-            take_turns(self.clusters, running)
         self._watches = {cluster: Watch(cluster) for cluster in self.clusters}
         for cluster in self.clusters:
             cluster.systems[0].alone = len(cluster.systems) == 1 and running is None
@@ -245,8 +245,10 @@ class Attached(Joins):
             layer._tie(tie)
             for cluster in clusters:
                 self._ties.setdefault(cluster, []).append(tie)
-        self._directions = Directions()
-        self.reduction = Reduction(model, self.systems)
+        self.exchange = Exchange(self.clusters, running)
+        self.reduction = Reduction(
+            model, self.systems, lambda system: self._cluster_of[system].place.owner, self._settle
+        )
         self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
         if self.averages is not None:
             self._hooks.append(model.register_forward_pre_hook(BeforeForward(self)))
@@ -293,15 +295,13 @@ class Attached(Joins):
                 watch.refuse_mixed()
                 resting.append(cluster)
         self._solve_rows(systems)
-        taken: list[Cluster] = []
-        shared: list[Term] = []
-        for terms in self.reduction.summed(systems):
-            alone = [term for term in terms if len(self._cluster_of[term.equation].systems) == 1]
-            shared += [term for term in terms if len(self._cluster_of[term.equation].systems) > 1]
-            taken += self._solve(alone)
-        taken += self._solve(shared)
-        if self.averages is not None:
-            self._step(taken, resting)
+        steps = self._steps(self.reduction.summed(systems))
+        if self.averages is None:
+            self._turn({cluster: _solves(terms) for cluster, terms in steps.items()}, done=set())
+        elif steps or resting:
+            self._average(self.averages, steps, resting)
+        for cluster in (*steps, *resting):
+            self._watches[cluster].note_solved()
 
     def _solve_rows(self, systems: Sequence[System]) -> None:
         """Solve for systems that have kept rows instead of S."""
@@ -312,41 +312,45 @@ class Attached(Joins):
                 direct(system, RowSolve(rows, system.layer._settings))
                 watch.note_solved()
 
-    def _solve(self, terms: Sequence[Term]) -> Iterable[Cluster]:
-        """Take in S of clusters of which all terms are here; without running averages, solve for them."""
-        if not terms:
-            return ()
+    def _steps(self, terms: Iterable[Term]) -> dict[Cluster, list[Term]]:
+        """What was summed, by cluster."""
         steps: dict[Cluster, list[Term]] = {}
         for term in terms:
             steps.setdefault(self._cluster_of[term.equation], []).append(term)
         for cluster in steps:
             self._watches[cluster].refuse_mixed()
-        if self.averages is not None:
-            self.averages.take_in(steps)
-            return steps
-        for found in steps.values():
-            for equation, S, samples in join(found):
-                settings = equation.layer._settings
-                direct(equation, Solve(absolute_form(S, samples, settings), settings.solver, once=True))
-        for cluster in steps:
-            self._watches[cluster].note_solved()
         return steps
 
-    def _step(self, taken: Sequence[Cluster], resting: Sequence[Cluster]) -> None:
-        """Turn gradients with the operators that are kept, of clusters whose S was taken in and of others."""
+    def _average(
+        self, averages: Averages, steps: Mapping[Cluster, Sequence[Term]], resting: Sequence[Cluster]
+    ) -> None:
+        """Take in S of clusters, and turn their gradients and those of others with the operators that are kept."""
         for cluster in resting:
             for system in cluster.systems:
                 system.forget()  # a graph from an observed step, or a layer with another cluster that is observed
-        assert self.averages is not None
-        self.averages.refresh(resting)
-        turned = [*taken, *(c for c in resting if not self._watches[c].holds_direction())]
-        self._directions.turn([pair for cluster in turned for pair in cluster.operators])
-        for cluster in (*taken, *resting):
+        averages.take_in(steps)
+        averages.refresh(resting)
+        self.exchange.send(averages.anew)
+        averages.anew.clear()
+        done = {cluster for cluster in resting if self._watches[cluster].holds_direction()}
+        self._turn({cluster: cluster.operators for cluster in (*steps, *resting)}, done)
+        for cluster in (*steps, *resting):
             cluster.reach(cluster.steps + 1)
-            self._watches[cluster].note_solved()
-        for cluster in taken:
+        for cluster in steps:
             self._watches[cluster].follow(cluster.parameters)
-        self._rest([*taken, *(cluster for cluster in resting if cluster.due)])
+        self._rest([*steps, *(cluster for cluster in resting if cluster.due)])
+
+    def _turn(
+        self, operators: Mapping[Cluster, Sequence[tuple[Equation, Operator]]], done: set[Cluster]
+    ) -> None:
+        """Turn gradients into directions, but those that hold it already."""
+        self.exchange.turn(operators, done, lend=self._join_config.enable)
+
+    def _settle(self, ranks: Ranks) -> None:
+        """The ranks are known: give every layer its owner."""
+        self.exchange.settle(ranks)
+        if self.averages is not None:
+            self.averages.settle(self.clusters)
 
     def _rest(self, clusters: Iterable[Cluster]) -> None:
         """Let layers rest, or wake up, as their next step is."""
@@ -422,13 +426,21 @@ class Attached(Joins):
         self._hooks, self.systems, self.clusters, self._watches = [], [], [], {}
         self._detached = True
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, whole: bool = False) -> dict[str, Tensor]:
         """The running averages as a dict of tensors, to be saved beside the model's and the optimizer's state.
 
-        Empty without `running`. S is the same on every rank, so that it loads on any number of them; a fresh handle
-        gives zeros of the same shapes, which `torch.distributed.checkpoint.load` fills in place.
+        Empty without `running`. Keys are the layers' names followed by `S`, `samples`, `steps` and `kept`, and the
+        tensors are the ones in use. Under several ranks each has what it owns: `torch.distributed.checkpoint` saves
+        that as one state and loads it on any number of ranks. A fresh handle gives zeros, which it fills in place.
+
+        Args:
+            whole: bring the whole state to all ranks, which all have to ask for it.
         """
-        return state_dict(self.averages, self.clusters) if self.averages is not None else {}
+        if self.averages is None:
+            return {}
+        found = entries(self.averages, self.clusters)
+        state = self.exchange.whole(found) if whole else found
+        return {entry.name: entry.tensor for entry in state if entry.here}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` gave; training goes on exactly where it stopped.
@@ -446,14 +458,31 @@ class Attached(Joins):
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of S that this rank has handed to all-reduce so far."""
-        return self.reduction.ranks.traffic.bytes
+        """Bytes that this rank has sent for other ranks so far: S, inverses, gradients to owners and directions."""
+        return self.reduction.ranks.traffic.bytes.total()
 
     @property
     def bytes(self) -> int:
-        """Memory for S of all layers together."""
+        """Memory for S of all layers together, over all ranks."""
         return sum(choice.bytes for choice in self.choices.values() if choice.mode == "deferred")
 
+    @property
+    def bytes_held(self) -> int:
+        """Memory of running averages and inverses on this rank."""
+        kept = (operator.kept for cluster in self.clusters for _, operator in cluster.operators)
+        averages = self.averages.bytes if self.averages is not None else 0
+        return averages + sum(matrix.nbytes for matrix in kept if not matrix.is_meta)
+
     def __repr__(self) -> str:
-        lines = [f"  {name}: {choice}" for name, choice in self.choices.items()]
+        places = {c.systems[0].layer: f", {c.place}" for c in self.clusters if c.place.route is not None}
+        lines = [f"  {name}: {choice}{places.get(choice.layer, '')}" for name, choice in self.choices.items()]
         return "\n".join(["Attached(", *lines, ")"])
+
+
+def _solves(terms: Sequence[Term]) -> list[tuple[Equation, Operator]]:
+    """What turns the gradients of a cluster into directions in a step without running averages."""
+    found: list[tuple[Equation, Operator]] = []
+    for equation, S, samples in join(terms):
+        settings = equation.layer._settings
+        found.append((equation, Solve(absolute_form(S, samples, settings), settings.solver, once=True)))
+    return found

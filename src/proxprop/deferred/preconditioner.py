@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -372,9 +372,17 @@ class RowSolve:
         return Solution(D, failed)
 
 
-def empty(form: Form, solver: Solver, dtype: torch.dtype | None) -> Operator:
-    """An operator that holds zeros, for what was saved to be copied into."""
-    zeros = torch.zeros_like(form.M)
+def empty(form: Form, solver: Solver, dtype: torch.dtype | None, device: torch.device) -> Operator:
+    """An operator that holds zeros, for what was saved or sent to be copied into."""
+    zeros = torch.zeros_like(form.M, device=device)
     if isinstance(solver, Exact) and zeros.dim() == 3:
         return Inverse(zeros.to(dtype or zeros.dtype))
     return Solve(Form(zeros, form.damping, form.factor), solver)
+
+
+def borrowed(operator: Operator, kept: Tensor) -> Operator:
+    """An operator like another one that holds a matrix of its own."""
+    if isinstance(operator, Inverse):
+        return Inverse(kept)
+    assert isinstance(operator, Solve)
+    return replace(operator, form=replace(operator.form, M=kept))

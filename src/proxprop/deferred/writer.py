@@ -8,11 +8,11 @@ stacked over layers and groups. The inverses are moved beside each other once. O
 TF32's, also where the user asks for more: D then errs by about `2⁻¹¹·(1 + ρ)/ρ` of the gradient's norm.
 
 `D = (λI + S)⁻¹B` acts on features, and columns of B are outputs. A parameter that FSDP2 shards by outputs therefore
-needs nothing from other ranks but S. Where shards cut through a system's features or groups, or one step length is
-shared by all outputs, the gradient is gathered, solved as a whole, and each rank keeps its shard.
+needs nothing from other ranks but the inverse. Where shards cut through a system's features or groups, or one step
+length is shared by all outputs, the gradient is solved as a whole, by the rank that owns S.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -23,10 +23,10 @@ from torch import Tensor
 from proxprop.backward import no_autocast
 from proxprop.deferred.equation import Block, Equation
 from proxprop.deferred.preconditioner import Inverse, Operator, aligned, replayed, rounded_products
-from proxprop.distributed import mesh_of
+from proxprop.distributed import box, cut_dimension, local, mesh_of
 from proxprop.replay import are_small, replays, size
 from proxprop.solvers import DIAGONAL, Solution
-from proxprop.torch_internals import copy_all, local_rows
+from proxprop.torch_internals import copy_all
 from proxprop.transfer import (
     Affine,
     BilinearTransfer,
@@ -210,7 +210,6 @@ def _stackable(equation: Equation) -> bool:
     return (
         isinstance(layout, Affine)
         and type(layout) in ROWS_ARE_OUTPUTS
-        and layout.weight_shape is not None
         and all(mesh_of(parameter) is None for parameter in equation.parameters)
     )
 
@@ -254,23 +253,26 @@ class Share:
         blocks: None for one that is not trained.
         layout: how they lie in the system.
         entries: the entries of a diagonal S that are about them.
-        put_back: to be called once the blocks hold the direction.
     """
 
     blocks: Sequence[Block | Piece | None]
     layout: Transfer
     entries: slice = field(default_factory=lambda: slice(None))
-    put_back: Callable[[], None] = field(default=lambda: None)
 
 
-def direct(equation: Equation, operator: Operator) -> None:
+Whole = Mapping[Tensor, Tensor]
+"""Gradients of sharded parameters in whole."""
+
+
+def direct(equation: Equation, operator: Operator, whole: Whole | None = None) -> None:
     """Turn the gradients of an equation's parameters into its direction, in place.
 
     Args:
         equation: whose parameters hold B in `.grad`.
         operator: what to apply to B.
+        whole: tensors that hold B instead, where parameters are sharded.
     """
-    mine = share(equation)
+    mine = share(equation, whole)
     if DIAGONAL in mine.layout.spaces:
         _rescale(mine.blocks, operator.scale()[0, mine.entries])
         return
@@ -279,7 +281,6 @@ def direct(equation: Equation, operator: Operator) -> None:
         solution = operator.apply(B)
     equation.layer._note_failure(solution.failed)
     _write(mine.blocks, mine.layout, solution.value)
-    mine.put_back()
 
 
 def _read(block: Block | Piece | None, like: Tensor) -> Tensor | None:
@@ -316,37 +317,44 @@ def _rescale(blocks: Sequence[Block | Piece | None], scale: Tensor) -> None:
     gradient.mul_(scale[:, None].to(gradient.device))
 
 
-def share(equation: Equation) -> Share:
+def share(equation: Equation, whole: Whole | None = None) -> Share:
     """The outputs of a system that this rank solves: all of them, unless its parameters are spread over ranks."""
     blocks = [block if block is not None and block.trained else None for block in equation.blocks]
     present = [block for block in blocks if block is not None]
     if not any(mesh_of(block.parameter) is not None for block in present):
         return Share(blocks, equation.layout)
-    own = [_own(block) for block in blocks]
+    if whole is None and mesh_of(present[0].parameter).size() == 1:
+        gradients = {block.parameter: block.parameter.grad for block in present}
+        whole = {p: local(gradient) for p, gradient in gradients.items() if gradient is not None}
+    if whole is not None:
+        return Share([block and _within(block, whole) for block in blocks], equation.layout)
+    own = [block and _own(block) for block in blocks]
     if DIAGONAL in equation.layout.spaces:
-        return Share(own, equation.layout, _entries(present[0]))
-    if _by_outputs(equation, blocks):
-        shapes: Shapes = [piece.shape if piece is not None else None for piece in own]
-        return Share(own, equation.layout_of(shapes))
-    return _gathered(equation, blocks)
+        rows, *_ = box(present[0].parameter, mesh_of(present[0].parameter).get_coordinate())
+        return Share(own, equation.layout, rows)
+    return Share(own, equation.layout_of([piece.shape if piece is not None else None for piece in own]))
 
 
-def _own(block: Block | None) -> Piece | None:
+def _within(block: Block, whole: Whole) -> Piece:
+    """A block's rows of a whole gradient."""
+    gradient = whole.get(block.parameter)
+    return Piece(gradient[block.rows] if gradient is not None else None, block.shape)
+
+
+def _own(block: Block) -> Piece:
     """This rank's shard of a parameter, in whole."""
-    if block is None:
-        return None
     gradient = block.parameter.grad
-    shape = local(block.parameter).shape
-    return Piece(local(gradient) if gradient is not None else None, shape)
+    return Piece(local(gradient) if gradient is not None else None, local(block.parameter).shape)
 
 
-def _by_outputs(equation: Equation, blocks: Sequence[Block | None]) -> bool:
+def by_outputs(equation: Equation) -> bool:
     """Whether shards are whole outputs, each with all of its features, that can be solved alone.
 
     Every rank must come to the same answer, so that it is about one row and not about the shard that a rank has.
     """
     if not getattr(equation.layer._settings.solver, "per_output", True):
         return False
+    blocks = [block if block is not None and block.trained else None for block in equation.blocks]
     if any(b is not None and b.shape != b.parameter.shape for b in blocks):
         return False  # a slice of a parameter, whose shards do not follow the slice
     if not all(b is None or _sharded_dimension(b.parameter) == 0 for b in blocks):
@@ -356,51 +364,7 @@ def _by_outputs(equation: Equation, blocks: Sequence[Block | None]) -> bool:
     return (whole.groups, single.groups, single.features, single.outputs) == (1, 1, whole.features, 1)
 
 
-def _gathered(equation: Equation, blocks: Sequence[Block | None]) -> Share:
-    """The whole system, to be cut again when it is solved."""
-    whole = {
-        b.parameter: _full(b.parameter.grad) for b in blocks if b is not None and b.parameter.grad is not None
-    }
-    pieces = [
-        Piece(whole[b.parameter][b.rows] if b.parameter in whole else None, b.shape)
-        if b is not None
-        else None
-        for b in blocks
-    ]
-
-    def put_back() -> None:
-        for parameter, direction in whole.items():
-            local(parameter.grad).copy_(_shard_of(direction, parameter))
-
-    return Share(pieces, equation.layout, put_back=put_back)
-
-
 def _sharded_dimension(parameter: Any) -> int | None:
-    """The dimension that a DTensor is cut along; None where it is not cut along just one."""
-    cut = [placement.dim for placement in parameter.placements if placement.is_shard()]
-    return cut[0] if len(cut) == 1 else None
-
-
-def local(tensor: Any) -> Tensor:
-    """What this rank holds; shares memory."""
-    held: Tensor = tensor.to_local() if mesh_of(tensor) is not None else tensor
-    return held
-
-
-def _full(tensor: Any) -> Tensor:
-    full: Tensor = tensor.full_tensor() if mesh_of(tensor) is not None else tensor
-    return full
-
-
-def _shard_of(full: Tensor, parameter: Any) -> Tensor:
-    """The part of a full tensor that this rank holds of the parameter."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = parameter.device_mesh
-    replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return replicated.redistribute(placements=parameter.placements).to_local()
-
-
-def _entries(block: Block) -> slice:
-    """The rows of a table that this rank holds."""
-    return local_rows(block.parameter)
+    """The dimension that a DTensor is cut along; None where there is not just one."""
+    cut = {cut_dimension(placement) for placement in parameter.placements} - {None}
+    return cut.pop() if len(cut) == 1 else None

@@ -1,0 +1,200 @@
+"""Which rank owns which layers' statistics, and what travels between an owner and the others.
+
+A layer's S is summed on one rank, its owner, which alone keeps the average and inverts it. Then either the inverse goes
+to all ranks, once each time that it is made anew, or in every step the gradient comes to the owner and the direction
+goes back. All functions here are pure: ranks come to the same answers without asking each other.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+Way = Literal["inverse", "gradient"]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one layer's statistics take, or those of several that share parameters.
+
+    Attributes:
+        name: the layer's.
+        held: bytes of the average and the inverse on the owner.
+        effort: how long the inversion takes, in any unit.
+        turn: in which of the steps between two inversions it is inverted.
+        matrix: bytes of the inverse as it is sent.
+        copy: bytes of the inverse on a rank that is not the owner.
+        gradient: bytes of the gradients.
+        refresh: steps from one inverse to the next.
+        bound: why only one way is possible; empty where both are.
+        only: the way that is.
+    """
+
+    name: str
+    held: int
+    effort: float = 0.0
+    turn: int = 0
+    matrix: int = 0
+    copy: int = 0
+    gradient: int = 0
+    refresh: int = 1
+    bound: str = ""
+    only: Way = "gradient"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a batch and its model lie over ranks.
+
+    Attributes:
+        ranks: that share the batch.
+        shards: that parameters are cut into; 1 where each rank holds all of them.
+    """
+
+    ranks: int
+    shards: int = 1
+
+
+@dataclass(frozen=True)
+class Route:
+    """How directions are made on all ranks from an inverse that one of them made.
+
+    Attributes:
+        way: "inverse" sends the inverse to all ranks, "gradient" the gradient to the owner and the direction back.
+        bytes: that this moves in a step, on average and over all ranks together.
+        why: the reason, for people.
+    """
+
+    way: Way
+    bytes: float
+    why: str
+
+
+SLACK = 1.1
+"""How much more than the mean a rank may hold for the sake of its time."""
+
+
+def assign(loads: Sequence[Load], ranks: int) -> list[int]:
+    """The owner of each load.
+
+    Largest first, each goes to the rank that has least to invert in the same step, and of these to the one that holds
+    least. A rank that would then hold over a tenth more than the mean comes last. So memory, and the inversions of
+    every step, are shared out alike.
+
+    Example:
+        >>> assign([Load("a", held=4), Load("b", held=3), Load("c", held=2)], ranks=2)
+        [0, 1, 1]
+    """
+    effort, held = Counter[tuple[int, int]](), [0] * ranks
+    limit = SLACK * sum(load.held for load in loads) / ranks
+    owners = [0] * len(loads)
+    for index in sorted(range(len(loads)), key=lambda i: (-loads[i].effort, -loads[i].held, i)):
+        owner = min(range(ranks), key=partial(_burden, loads[index], effort, held, limit))
+        owners[index] = owner
+        effort[owner, loads[index].turn] += loads[index].effort  # type: ignore[assignment]
+        held[owner] += loads[index].held
+    return owners
+
+
+def _burden(load: Load, effort: Counter[tuple[int, int]], held: list[int], limit: float, rank: int) -> Any:
+    """What to compare ranks by."""
+    full = held[rank] + load.held > limit
+    return full, held[rank] if full else 0, effort[rank, load.turn], held[rank], rank
+
+
+def moved(load: Load, way: Way, spread: Spread) -> float:
+    """Bytes that one way moves in a step, on average and over all ranks together.
+
+    An inverse goes to all ranks but the owner. A gradient comes from the other shards of one copy of the model, and
+    the direction goes to every rank's shard but the owner's own.
+
+    Example:
+        >>> load = Load("a", held=0, matrix=800, gradient=100, refresh=10)
+        >>> moved(load, "inverse", Spread(4)), moved(load, "gradient", Spread(4))
+        (240.0, 300.0)
+        >>> moved(load, "gradient", Spread(4, shards=4))
+        150.0
+    """
+    others = spread.ranks - 1
+    if way == "inverse":
+        return others * load.matrix / load.refresh
+    return (spread.shards - 1 + others) / spread.shards * load.gradient
+
+
+def routes(loads: Sequence[Load], spread: Spread, copies: float) -> list[Route]:
+    """The way that moves fewer bytes for each load, as long as copies of inverses fit.
+
+    Args:
+        loads: of all layers.
+        spread: over which ranks.
+        copies: most bytes of copies of inverses on a rank; those that save most traffic for their memory come first.
+
+    Example:
+        >>> loads = [Load(name, 0, matrix=8, copy=16, gradient=100, refresh=10) for name in "ab"]
+        >>> for route in routes(loads, Spread(2), copies=20):
+        ...     print(route.way, route.why)
+        inverse its inverse moves 0.8 B a step, its gradient would 100 B
+        gradient its inverse would move fewer bytes, but copies of inverses may take 20 B
+    """
+    found = {i: _route(load, spread) for i, load in enumerate(loads)}
+    free = [i for i, route in found.items() if route.way == "inverse" and not loads[i].bound]
+    saved = {i: moved(loads[i], "gradient", spread) - found[i].bytes for i in free}
+    room = copies
+    for i in sorted(free, key=lambda i: (-saved[i] / max(loads[i].copy, 1), i)):
+        if loads[i].copy <= room:
+            room -= loads[i].copy
+            continue
+        why = f"its inverse would move fewer bytes, but copies of inverses may take {in_units(copies)}"
+        found[i] = Route("gradient", moved(loads[i], "gradient", spread), why)
+    return [found[i] for i in range(len(loads))]
+
+
+def _route(load: Load, spread: Spread) -> Route:
+    inverse, gradient = (moved(load, way, spread) for way in ("inverse", "gradient"))
+    if load.bound:
+        return Route(load.only, inverse if load.only == "inverse" else gradient, load.bound)
+    if inverse < gradient:
+        why = f"its inverse moves {in_units(inverse)} a step, its gradient would {in_units(gradient)}"
+        return Route("inverse", inverse, why)
+    why = (
+        f"its gradient and direction move {in_units(gradient)} a step, its inverse would {in_units(inverse)}"
+    )
+    return Route("gradient", gradient, why)
+
+
+def in_units(size: float) -> str:
+    """Bytes in a unit that suits them.
+
+    Example:
+        >>> in_units(2048)
+        '2 KiB'
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer's statistics live.
+
+    Attributes:
+        owner: the rank in its group.
+        mine: whether that is this rank.
+        route: how directions come from there; None where they are made and used in one process.
+    """
+
+    owner: int = 0
+    mine: bool = True
+    route: Route | None = None
+
+    @property
+    def way(self) -> Way | None:
+        """The route's."""
+        return self.route.way if self.route is not None else None
+
+    def __str__(self) -> str:
+        return f"on rank {self.owner}: {self.route.why}" if self.route is not None else "here"
