@@ -8,10 +8,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scaling_model import Network, Step, Terms, fit, plain_flops, predict
-from scaling_shapes import GPT2_SMALL, MEASURED, MODELS, Model
-from scaling_terms import Record, from_pieces, measured_ratio
-from scaling_text import ASSUMED, BALANCE, COUNTED, EXACT, FROM_PIECES, INTRODUCTION, LIMITS, OWNERS, TIMED
+from scaling_model import Network, Step, Terms, fit, predict
+from scaling_shapes import MEASURED, MODELS, Model
+from scaling_terms import (
+    ALONE,
+    MEASURED_LATER,
+    Record,
+    from_pieces,
+    later_row,
+    later_step,
+    measured_ratio,
+    with_rest,
+)
+from scaling_text import (
+    ASSUMED,
+    BALANCE,
+    COUNTED,
+    EXACT,
+    FROM_PIECES,
+    INTRODUCTION,
+    LIMITS,
+    OWNERS,
+    REST,
+    TIMED,
+)
 from tables import table
 
 from proxprop import Running
@@ -20,7 +40,6 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 RANKS = (1, 8, 64, 512, 1024)
 ASSUMPTION = Network(inside=450e9, between=50e9)
-ALONE = Network(inside=1.0, between=1.0)
 MODES: tuple[tuple[str, Running | None], ...] = (("each batch's S", None), ("`Running()`", Running()))
 MEASURED_AS: dict[str, Running | None] = {
     "deferred": None,
@@ -30,13 +49,6 @@ MEASURED_AS: dict[str, Running | None] = {
 }
 """Timed methods that form S in feature space."""
 
-MEASURED_LATER = {
-    "every 10": Running(),
-    "every 32": Running(update_every=32, invert_every=32),
-    "S of every step": Running(update_every=1, invert_every=10),
-}
-"""Those timed since layers between observed steps are torch's own."""
-
 
 def main() -> None:
     half, record, later = (
@@ -44,7 +56,7 @@ def main() -> None:
         for name in ("h200-bf16", "deferred-h200", "running-h200")
     )
     ranks = {n: json.loads((RESULTS / "scaling" / f"gloo-{n}.json").read_text()) for n in (1, 2, 3, 4)}
-    terms = from_pieces(record, half)
+    terms = with_rest(from_pieces(record, half), later)
     parts = [INTRODUCTION, EXACT, OWNERS, f"## One H200\n\n{FROM_PIECES}", on_one_gpu(record, later, terms)]
     parts += ["## Processes on one machine\n", on_processes(ranks), ASSUMED]
     parts += [on_many(model, terms) for model in MODELS]
@@ -83,15 +95,14 @@ def on_one_gpu(record: Record, later: Record, terms: Terms) -> str:
 
 def since_then(record: Record, terms: Terms) -> str:
     """Steps in bf16 that were timed after the pieces, beside predicted ones."""
-    of = {(row["network"], row["way"], row["method"]): row for row in record["rows"]}
     rows = []
-    for method, running in MEASURED_LATER.items():
-        row = of[GPT2_SMALL.name, "eager", method]
-        speed = {(GPT2_SMALL.like, "bf16"): plain_flops(GPT2_SMALL) / (row["plain"] / 1e3)}
-        known = replace(terms, plain={**terms.plain, **speed})
-        predicted = predict(GPT2_SMALL, known, ALONE, 1, sharded=False, running=running).ratio
-        rows.append([f"GPT-2 of 12 blocks, {method}", f"{row['ratio']:.2f}", f"{predicted:.2f}"])
-    return table(["eager bf16 step over AdamW's", "measured", "the model says"], rows)
+    for method in MEASURED_LATER:
+        step, row = later_step(record, method, terms), later_row(record, method)
+        found = f"{row['ratio']:.2f}", f"{step.ratio:.2f}", f"{step.eager_ratio:.2f}"
+        rows.append([f"GPT-2 of 12 blocks, {method}", *found])
+    text = table(["eager bf16 step over AdamW's", "measured", "the model says", "with the rest"], rows)
+    step, observed = (f"{1e3 * seconds:.2f}" for seconds in terms.rest)
+    return text + REST.format(step=step, observed=observed)
 
 
 def on_processes(ranks: dict[int, Record]) -> str:
@@ -144,7 +155,7 @@ def on_many(model: Model, terms: Terms) -> str:
         for ranks in RANKS if not sharded else RANKS[1:]:
             steps = [predict(model, terms, ASSUMPTION, ranks, sharded, running) for _, running in MODES]
             rows.append([f"{'FSDP2' if sharded else 'DDP'}, {ranks:,}", *cells(steps)])
-    header = ["GPUs", "BackProp, ms", *(f"ratio, {name}" for name, _ in MODES)]
+    header = ["GPUs", "BackProp, ms", *(f"ratio, {name}" for name, _ in MODES), "eager"]
     header += ["BackProp sends, GB", "`Running()` sends, GB", "state, GB", "S, GB", "S on its way, GB"]
     about = f"{model.parameters / 1e6:,.0f} M parameters, BackProp in {model.precision.upper()}"
     return f"### {model.name}\n\n{about}.\n\n{table(header, rows)}"
@@ -157,6 +168,7 @@ def cells(steps: list[Step]) -> list[str]:
     return [
         f"{plain:,.0f}",
         *(f"{s.ratio:.2f}" for s in steps),
+        f"{last.eager_ratio:.2f}",
         *(f"{size / 1e9:.3g}" for size in sizes),
     ]
 
@@ -187,6 +199,8 @@ def limits(terms: Terms) -> dict[str, str]:
         "gpt_alone": ratio(gpt, 1, False),
         "gpt": ratio(gpt, 64, False),
         "gpt_sharded": ratio(gpt, 64, True),
+        "gpt_eager": f"{step(gpt, 64, False).eager_ratio:.2f}",
+        "llama_eager": f"{seven.eager_ratio:.2f}",
         "gpt_half": ratio(replace(gpt, precision="bf16"), 64, False),
         "llama_alone": ratio(llama, 1, False),
         "llama": ratio(llama, 64, True),

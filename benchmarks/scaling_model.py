@@ -87,6 +87,7 @@ class Terms:
         solve: a solve with a factor, by `2·features²·outputs` FLOPs.
         product: a product with an inverse that was kept, by its FLOPs.
         pack: packing or unpacking, by bytes sent.
+        rest: what eager steps take beyond all that, for each layer, in a step and in an observed step.
     """
 
     plain: dict[tuple[str, str], float]
@@ -96,6 +97,7 @@ class Terms:
     solve: Term
     product: Term
     pack: Term
+    rest: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class Step:
     Attributes:
         plain: seconds of BackProp's arithmetic.
         parts: seconds of each part of ProxProp's arithmetic and sending, on the GPU that takes longest.
+        rest: seconds that an eager step takes beyond the parts.
         plain_waits: seconds that BackProp's collectives take beyond what backward hides.
         gradient_bytes, system_bytes: that a GPU sends for BackProp, and for ProxProp.
         plain_memory: bytes for parameters, gradients and Adam's moments.
@@ -115,6 +118,7 @@ class Step:
 
     plain: float
     parts: dict[str, float]
+    rest: float
     plain_waits: float
     gradient_bytes: float
     system_bytes: float
@@ -128,6 +132,11 @@ class Step:
         """To BackProp's step on as many GPUs."""
         before = self.plain + self.plain_waits
         return (before + sum(self.parts.values())) / before
+
+    @property
+    def eager_ratio(self) -> float:
+        """The same of an eager step."""
+        return self.ratio + self.rest / (self.plain + self.plain_waits)
 
 
 def plain_flops(model: Model) -> float:
@@ -321,6 +330,7 @@ def predict(
     return Step(
         plain=plain,
         parts={**parts, **shared.turning(terms), **shared.sending(network)},
+        rest=len(shared.layers) * (terms.rest[0] + observed * terms.rest[1]),
         plain_waits=waits,
         gradient_bytes=gradient if ranks > 1 else 0.0,
         system_bytes=observed * system * (ranks - 1) / ranks + shared.traffic(),

@@ -1,14 +1,23 @@
-"""The terms of the model, fitted to what was measured on one GPU in TF32."""
+"""The terms of the model, fitted to what was measured on one GPU."""
 
 from dataclasses import replace
 from typing import Any
 
-from scaling_model import Term, Terms, fit, gram_seconds, plain_flops, solve_seconds
-from scaling_shapes import MEASURED
+from scaling_model import Network, Step, Term, Terms, fit, gram_seconds, plain_flops, predict, solve_seconds
+from scaling_shapes import GPT2_SMALL, MEASURED
+
+from proxprop import Running
 
 Record = dict[str, Any]
 
 MLP, RESNET, GPT = MEASURED
+ALONE = Network(inside=1.0, between=1.0)
+MEASURED_LATER = {
+    "every 10": Running(),
+    "every 32": Running(update_every=32, invert_every=32),
+    "S of every step": Running(update_every=1, invert_every=10),
+}
+"""Methods timed since layers between observed steps are torch's own."""
 
 
 def from_pieces(record: Record, half: Record) -> Terms:
@@ -30,6 +39,32 @@ def from_pieces(record: Record, half: Record) -> Terms:
         pack=term([2.0 * p["features"] * (p["features"] + 1) for p in pieces], "pack", "unpack"),
     )
     return with_correlation(terms, seconds(record, RESNET.name, "deferred"), record)
+
+
+def later_row(record: Record, method: str) -> Record:
+    """A measured eager step of the GPT."""
+    wanted = (GPT2_SMALL.name, "eager", method)
+    (found,) = [row for row in record["rows"] if (row["network"], row["way"], row["method"]) == wanted]
+    return dict(found)
+
+
+def later_step(record: Record, method: str, terms: Terms) -> Step:
+    """What the model says of that step, given BackProp's."""
+    speed = plain_flops(GPT2_SMALL) / (later_row(record, method)["plain"] / 1e3)
+    known = replace(terms, plain={**terms.plain, (GPT2_SMALL.like, GPT2_SMALL.precision): speed})
+    return predict(GPT2_SMALL, known, ALONE, 1, sharded=False, running=MEASURED_LATER[method])
+
+
+def with_rest(terms: Terms, record: Record) -> Terms:
+    """What the parts leave of measured eager steps: `a + b·f` for each layer, with f the share of observed steps."""
+    layers = sum(layer.count for layer in GPT2_SMALL.layers)
+    points = []
+    for method, running in MEASURED_LATER.items():
+        row, step = later_row(record, method), later_step(record, method, terms)
+        points.append((1 / running.update_every, (row["ratio"] - step.ratio) * step.plain / layers))
+    mean = [sum(values) / len(points) for values in zip(*points, strict=True)]
+    slope = sum((f - mean[0]) * (r - mean[1]) for f, r in points) / sum((f - mean[0]) ** 2 for f, _ in points)
+    return replace(terms, rest=(max(mean[1] - slope * mean[0], 0.0), slope))
 
 
 def plain_speeds(record: Record, half: Record) -> dict[tuple[str, str], float]:

@@ -74,10 +74,9 @@ FROM_PIECES = """\
 Terms are `latency + work / rate`, fitted to timings of the pieces of a solve at several sizes. FLOPs are
 `2·samples·features²` for S, `features³/3` for its factor and `2·features²·outputs` for a solve or a product. How
 much longer a convolution's S takes than its FLOPs say is fitted to the ResNet's deferred step; no other row of the
-tables of steps was used for fitting. These steps are eager and wait for the host if layers are small. The model
-knows of this only through that one number, so it predicts too little where the host is late. Compiled steps, and S
-in bfloat16, were not measured after layers became torch's own between observed steps: the model takes S in bfloat16
-to be no faster than in TF32, and says nothing of the host.
+first table of steps was used for fitting. These steps are eager and wait for the host if layers are small, of which
+the model knows through that one number alone. Those in the second table were timed after layers had become torch's
+own between observed steps.
 """
 
 TIMED = """
@@ -93,12 +92,20 @@ rank if inverses stay with their owners. If they go to all ranks, averages and i
 sent.
 """
 
+REST = """
+The rest, what the parts leave of these three steps, is fitted as {step} ms for each layer and step, and {observed} ms
+more for each layer and observed step. It is the host's time, or S in bfloat16 that is slower than taken. Compiled
+steps and CUDA graphs were not measured: ratios below are without the rest, as if the host were never late, and the
+column "eager" is with it.
+"""
+
 ASSUMED = """## From 1 to 1,024 GPUs
 
 Assumed, not measured: 8 GPUs a node, 450 GB/s between GPUs of a node (NVLink), 50 GB/s a GPU between nodes
 (InfiniBand), 20 µs · log₂(ranks) a call and 2.5 µs a rank for an exchange of all with all; that S of bfloat16
-inputs is formed no faster than in TF32; that the host is never late; that Llama's BackProp runs at the FLOP/s of
-the GPT-2 block in bfloat16. The batch of a GPU does not depend on the number of GPUs. A step takes
+inputs is formed no faster than in TF32; that the host is never late but in the column "eager"; that Llama's
+BackProp runs at the FLOP/s of the GPT-2 block in bfloat16. The batch of a GPU does not depend on the number of
+GPUs. A step takes
 
     BackProp's FLOPs / measured FLOP/s + (S + packing) / update_every + inversions of its turn
       + products + inverses / invert_every + directions + what backward does not hide
@@ -138,6 +145,8 @@ sixths of the steps. By this model:
   fullest GPU, and {peak} GB in a step that observes.
 - **The largest layer sets the end.** One inversion of 11,008 features takes {inverting} % of a step of Llama-7B's
   shapes, and some owner has one in every step. `Running(block=...)` cuts it.
+- **Eager steps** take longer by what the host does: {gpt_eager} for GPT-2 medium on 64 GPUs under DDP, and
+  {llama_eager} for Llama-7B's shapes under FSDP2.
 - **Half precision makes BackProp faster, not the inversions**: GPT-2 medium in BF16 is at {gpt_half} on 64 GPUs
   under DDP.
 - **Small batches per GPU matter.** Inverses and directions do not shrink with the batch: with one sequence a GPU
