@@ -8,10 +8,11 @@ mesh of type "cuda", and put the data on the rank's device; nothing else changes
 
 import torch
 import torch.distributed as dist
-from ddp import data, network
+from ddp import data, directions, network
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import proxprop
 
@@ -28,7 +29,7 @@ def train() -> None:
     model = network()
     proxprop.convert(model, proxprop.Exact(), tau_theta=10.0, scaling="gradient")  # the first line
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model:
+    for layer in model.children():
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -48,8 +49,9 @@ def train() -> None:
         if dist.get_rank() == 0 and step % 20 == 0:
             print(f"step {step:2}: loss {loss / dist.get_world_size():.4f}")
     if dist.get_rank() == 0:
-        rows = model[0].weight.to_local().shape[0]
-        print(f"rank 0 holds {rows} of {model[0].weight.shape[0]} rows of the first weight")
+        first = next(model.parameters())
+        assert isinstance(first, DTensor)
+        print(f"rank 0 holds {len(first.to_local())} of {len(first)} rows of the first weight")
         print(f"direction, relative distance from one process with all samples: {difference:.0e}")
         print(f"sent for S: {attached.bytes_sent / (step + 1) / 1e6:.2f} MB a step")
 
@@ -58,8 +60,9 @@ def distance(model: nn.Module, x: Tensor, y: Tensor) -> float:
     """Largest relative distance of a direction from the one that one process with all samples takes at first."""
     alone = proxprop.convert(network(), proxprop.Exact(), tau_theta=10.0, scaling="gradient")
     nn.functional.cross_entropy(alone(x), y).backward()
-    pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    return max(float((p.grad.full_tensor() - q.grad).norm() / q.grad.norm()) for p, q in pairs)
+    gathered = [part.full_tensor() for part in directions(model) if isinstance(part, DTensor)]
+    pairs = zip(gathered, directions(alone), strict=True)
+    return max(float((found - expected).norm() / expected.norm()) for found, expected in pairs)
 
 
 if __name__ == "__main__":
