@@ -27,7 +27,9 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
 
 
 torch.manual_seed(0)
-shape = GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
+shape = GPT2Config(
+    vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
+)
 model = GPT2LMHeadModel(shape)
 arguments = TrainingArguments(
     "out/trainer", num_train_epochs=1, per_device_train_batch_size=8, gradient_accumulation_steps=2,

@@ -177,7 +177,9 @@ def test_a_source_without_anything_to_tell_is_refused() -> None:
     handle = proxprop.attach(torch.optim.SGD(net.parameters(), lr=0.0), net)
     with pytest.raises(ValueError, match="keeps no running averages to tell of: attach with running="):
         scalars(handle)
-    with pytest.raises(TypeError, match="reports of observe or what attach returned but was given Sequential"):
+    with pytest.raises(
+        TypeError, match="reports of observe or what attach returned but was given Sequential"
+    ):
         scalars(net)
 
 

@@ -57,9 +57,7 @@ def test_under_bf16_autocast(tmp_path: Path) -> None:
     net = Net(torch.float32)
     callback = ProxPropCallback(running=EVERY)
     train(hugging_face(net, tmp_path, None, [callback], max_grad_norm=CLIP, bf16=True))
-    assert_same(
-        dict(net.named_parameters()), expected(EVERY, dtype=torch.float32, bf16=True), tolerance=1e-6
-    )
+    assert_same(dict(net.named_parameters()), expected(EVERY, dtype=torch.float32, bf16=True), tolerance=1e-6)
 
 
 @works(CALLBACK)

@@ -48,9 +48,7 @@ def test_under_bf16_autocast() -> None:
     net = Net(torch.float32)
     callback = ProxPropCallback(running=EVERY)
     fit(Lit(net), callbacks=[callback], gradient_clip_val=CLIP, precision="bf16-mixed")
-    assert_same(
-        dict(net.named_parameters()), expected(EVERY, dtype=torch.float32, bf16=True), tolerance=1e-6
-    )
+    assert_same(dict(net.named_parameters()), expected(EVERY, dtype=torch.float32, bf16=True), tolerance=1e-6)
 
 
 @works(CALLBACK)
@@ -131,7 +129,9 @@ class Two(Lit):
     """Steps of two optimizers by hand, one after the other."""
 
     def __init__(self, net: Net) -> None:
-        super().__init__(net, lambda net: [torch.optim.SGD(layer.parameters(), 0.1) for layer in net.layers[::2]])
+        super().__init__(
+            net, lambda net: [torch.optim.SGD(layer.parameters(), 0.1) for layer in net.layers[::2]]
+        )
         self.automatic_optimization = False
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
