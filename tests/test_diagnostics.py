@@ -4,7 +4,9 @@ import math
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
+from torch.utils.tensorboard import SummaryWriter
 
 import proxprop
 from cases import randn, relative_error
@@ -184,11 +186,8 @@ def test_a_source_without_anything_to_tell_is_refused() -> None:
 
 
 def test_tensorboard_takes_them(tmp_path) -> None:
-    tensorboard = pytest.importorskip("torch.utils.tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     _, handle = attached(proxprop.Running())
-    with tensorboard.SummaryWriter(str(tmp_path)) as writer:
+    with SummaryWriter(str(tmp_path)) as writer:
         for name, value in scalars(handle).items():
             writer.add_scalar(name, value, 1)
     events = EventAccumulator(str(tmp_path)).Reload()

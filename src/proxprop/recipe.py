@@ -2,7 +2,7 @@
 
 | setting | value | why |
 | --- | --- | --- |
-| `running` | decay 0.95, ρ 0.3, S from one step in ten | ends lower than S of the batch, at less cost (`docs/running.md`) |
+| `running` | decay 0.95, ρ 0.3, S of one step in ten | ends lower than S of the batch, at less cost (docs/running.md) |
 | `solver` | `Exact()` | an average is inverted once for many steps |
 | `scaling` | `"gradient"` | directions as long as gradients, so that BackProp's learning rate is a good start |
 

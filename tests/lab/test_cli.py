@@ -15,6 +15,7 @@ import torch
 import proxprop_cli
 from proxprop.lab import records
 from proxprop.lab.cli import commands, main
+from proxprop.lab.commands import compare
 from proxprop.lab.commands.train import _tell
 from proxprop.lab.reproduction.files import read_csv
 
@@ -177,6 +178,21 @@ def test_compare_writes_a_report_and_does_not_run_twice(here, capsys, blobs):
     assert len(stamps) == 6
     assert run(*arguments) == 0
     assert stamps == {path: path.stat().st_mtime_ns for path in here.rglob("result.json")}
+
+
+def test_compare_has_a_report_when_the_first_seed_is_through(here, capsys, blobs, monkeypatch):
+    written = []
+    write = compare.write_report
+    monkeypatch.setattr(
+        compare,
+        "write_report",
+        lambda records, *a, **k: written.append(len(records)) or write(records, *a, **k),
+    )
+    assert run("compare", "--data", blobs, "--hidden", "8", "--batch-size", "10", "--epochs", "1", "--seeds", "2",
+               "--solvers", "backprop,cg:2", "--optimizers", "sgd", "--lrs", "0.1", "--jobs", "1") == 0  # fmt: skip
+    assert written == [2, 4]
+    told = capsys.readouterr().out
+    assert told.index("[2/4]") < told.index("First report, of one seed") < told.index("[3/4]")
 
 
 QUICK = ("reproduce", "fig1", "--quick", "--device", "cpu", "--out", "results")
