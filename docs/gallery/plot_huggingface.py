@@ -48,7 +48,9 @@ def losses(callbacks: list[TrainerCallback]) -> list[float]:
     """The training loss of every second step."""
     torch.manual_seed(0)
     shape = {"n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
-    model = GPT2LMHeadModel(GPT2Config.from_dict({"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0, **shape}))
+    model = GPT2LMHeadModel(
+        GPT2Config.from_dict({"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0, **shape})
+    )
     with TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, num_train_epochs=1, per_device_train_batch_size=8, gradient_accumulation_steps=2,

@@ -33,7 +33,9 @@ class Classifier(lightning.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 10))
+        self.net = nn.Sequential(
+            nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 10)
+        )
         self.losses: list[float] = []
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:

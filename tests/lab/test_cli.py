@@ -17,6 +17,7 @@ from proxprop.lab import records
 from proxprop.lab.cli import commands, main
 from proxprop.lab.commands import compare
 from proxprop.lab.commands.train import _tell
+from proxprop.lab.refusal import install
 from proxprop.lab.reproduction.files import read_csv
 
 
@@ -328,6 +329,16 @@ def test_without_typer_it_says_what_to_install(monkeypatch, capsys):
     assert run("--help") == 2
     needs = "the command line needs more packages: pip install '.[lab]' in a checkout of proxprop"
     assert capsys.readouterr().err == f"error: {needs}\n"
+
+
+def test_with_torch_alone_it_says_what_to_install():
+    code = "import sys; sys.modules['numpy'] = None; import proxprop_cli; proxprop_cli.main()"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, "doctor"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.endswith(f"the command line needs more packages: {install('lab')}\n")
+    assert "Traceback" not in done.stderr
 
 
 def console(*arguments, **environment):
