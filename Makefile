@@ -22,6 +22,8 @@ check: .venv/.dev  ## format, lint, types, and the tests of `make test`: what CI
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file= --ignore-missing-imports examples/*.py
+	$(BIN)/mypy --config-file= --ignore-missing-imports docs/gallery/*.py
 	$(PYTEST) -m "not slow"
 
 format: .venv/.dev  ## rewrite the code in the project's format
