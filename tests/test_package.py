@@ -19,7 +19,15 @@ def test_the_build_needs_hatchling_alone_and_the_core_torch_alone() -> None:
 
 
 def test_importing_the_core_imports_no_extra() -> None:
-    others = {"accelerate", "lightning", "matplotlib", "pytorch_lightning", "sklearn", "transformers", "typer"}
+    others = {
+        "accelerate",
+        "lightning",
+        "matplotlib",
+        "pytorch_lightning",
+        "sklearn",
+        "transformers",
+        "typer",
+    }
     code = f"import sys, proxprop.integrations; print(*{others!r} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
@@ -61,4 +69,6 @@ def test_every_stamp_of_the_makefile_is_an_extra_and_every_package_is_pinned() -
 
 
 def test_the_demo_installs_no_trainer() -> None:
-    assert not any(name in need for need in EXTRAS["lab"] for name in ("transformers", "lightning", "mypy", "onnx"))
+    assert not any(
+        name in need for need in EXTRAS["lab"] for name in ("transformers", "lightning", "mypy", "onnx")
+    )
