@@ -1,34 +1,36 @@
-# Every target sets up what it needs in .venv and touches nothing outside the checkout.
+# Every target sets up what it needs in .venv and touches nothing outside the checkout but pip's own cache.
 PYTHON ?= python3
 BIN := .venv/bin
 # Each file's tests stay in one process, which has one thread: processes share the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo test test-all gpu-test check format docs site linkcheck clean
+.PHONY: demo test test-all gpu-test check format docs site linkcheck package clean
 
-demo: .venv/.installed  ## train BackProp and ProxProp side by side on embedded data; ends in out/compare/report.html
+demo: .venv/.lab  ## train BackProp and ProxProp side by side on embedded data; ends in out/compare/report.html
 	$(BIN)/proxprop compare
 
-test: .venv/.installed  ## the test suite without full crosses of cases, doctests included
+test: .venv/.dev  ## the test suite without full crosses of cases, doctests included
 	$(PYTEST) -m "not slow"
 
-test-all: .venv/.installed  ## every test
+test-all: .venv/.dev  ## every test
 	$(PYTEST) -m ""
 
 gpu-test:  ## every test that needs a GPU, in the Python that has torch for it; writes results/gpu-tests.json
 	$(PYTHON) tests/gpu_record.py
 
-check: .venv/.installed  ## format, lint, types, and the tests of `make test`: what CI runs
+check: .venv/.dev  ## format, lint, types, and the tests of `make test`: what CI runs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file= --ignore-missing-imports examples/*.py
+	$(BIN)/mypy --config-file= --ignore-missing-imports docs/gallery/*.py
 	$(PYTEST) -m "not slow"
 
-format: .venv/.installed  ## rewrite the code in the project's format
+format: .venv/.dev  ## rewrite the code in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: .venv/.installed  ## rewrite the documents that are made from tests and records
+docs: .venv/.dev  ## rewrite the documents that are made from tests and records
 	$(BIN)/python tests/compatibility.py > docs/compatibility.md.new && mv docs/compatibility.md.new docs/compatibility.md
 	$(BIN)/python benchmarks/growth.py
 	$(BIN)/python benchmarks/report.py > docs/performance.md.new && mv docs/performance.md.new docs/performance.md
@@ -42,14 +44,19 @@ site: .venv/.site  ## the documentation, every cell and example of it run, into 
 linkcheck: .venv/.site  ## whether the site's links to other sites work; needs a network
 	$(BIN)/sphinx-build --builder linkcheck --doctree-dir out/doctrees docs out/linkcheck
 
-.venv/.site: .venv/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --constraint constraints.txt --editable '.[site]'
-	touch $@
+package: .venv/.package  ## build sdist and wheel into dist/, and try the wheel in an environment of its own
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python tests/package_check.py
 
 clean:  ## remove everything that was built or installed
-	rm -rf .venv out docs/auto_gallery docs/sg_execution_times.rst .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv out dist docs/auto_gallery docs/sg_execution_times.rst .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.venv/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --constraint constraints.txt --editable '.[dev]'
+# One stamp for each extra that a target needs: .venv/.lab, .venv/.dev, .venv/.site, .venv/.package.
+.venv/.%: pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
 	touch $@
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv

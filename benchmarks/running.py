@@ -43,9 +43,10 @@ At that commit blocks in products made inverses of over 1,024 features. cuSOLVER
 
 UNDER_MUON = """## Under Muon
 
-The table shows the full-batch training loss of the paper's MLP on CIFAR-10 after ten epochs at batch 500. Muon takes
-the hidden matrices and AdamW the rest, both at this learning rate (Muon's scaled to match AdamW's). The running S is
-updated in every step. Made by `proxprop reproduce beyond`; record in `results/paper/beyond.csv`.
+The table shows the full-batch training loss of the paper's MLP on CIFAR-10 (a copy recompressed as JPEG and stored in
+another order) after ten epochs at batch 500. Muon takes the hidden matrices and AdamW the rest, both at this learning
+rate (Muon's scaled to match AdamW's). The running S is updated in every step. Made by `proxprop reproduce beyond`;
+record in `results/paper/beyond.csv`.
 """
 
 UNDER_ADAMW = """## Under AdamW, a small GPT

@@ -63,8 +63,13 @@ def distance(model: nn.Module, x: Tensor, y: Tensor) -> float:
     """Largest relative distance of a direction from the one that one process with all samples takes at first."""
     alone = proxprop.convert(network(), proxprop.Exact(), tau_theta=10.0, scaling="gradient")
     nn.functional.cross_entropy(alone(x), y).backward()
-    pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    return max(float((p.grad - q.grad).norm() / q.grad.norm()) for p, q in pairs)
+    pairs = zip(directions(model), directions(alone), strict=True)
+    return max(float((found - expected).norm() / expected.norm()) for found, expected in pairs)
+
+
+def directions(model: nn.Module) -> list[Tensor]:
+    """What `.grad` holds after a solve."""
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 if __name__ == "__main__":

@@ -32,6 +32,10 @@ COMMANDS = {
     "doctor": "Say what is there and what is missing.",
 }
 INTERRUPTED = 130
+MISTAKE = 2
+LAB = ("matplotlib", "numpy", "rich", "safetensors", "sklearn", "typer")
+"""What the extra `[lab]` brings, by the names that are imported."""
+INSTALL = "pip install '.[lab]' in a checkout of proxprop"
 
 
 def main() -> None:
@@ -39,7 +43,13 @@ def main() -> None:
     if sys.argv[1:] in ([], ["--help"]):
         _show_help()
     before = signal.signal(signal.SIGINT, _leave)
-    from proxprop.lab.cli import main as run
+    try:
+        from proxprop.lab.cli import main as run
+    except ModuleNotFoundError as error:
+        if error.name not in LAB:
+            raise
+        sys.stderr.write(f"error: the command line needs more packages: {INSTALL}\n")
+        sys.exit(MISTAKE)
 
     signal.signal(signal.SIGINT, before)
     run()

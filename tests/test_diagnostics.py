@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
+from torch.utils.tensorboard import SummaryWriter
 
 import proxprop
 from cases import randn, relative_error
 from proxprop import CG, Exact
-from proxprop.diagnostics import observe, spectrum
+from proxprop.diagnostics import observe, scalars, spectrum
 
 
 def model(solver, **settings) -> nn.Sequential:
@@ -100,3 +102,95 @@ def test_spectrum_of_a_half_precision_input_is_float64_and_other_shapes_are_refu
     assert spectrum(torch.ones(3, 2, dtype=torch.bfloat16)).eigenvalues.dtype == torch.float64
     with pytest.raises(ValueError, match=r"A should be \[samples, features\] but has shape \[2, 3, 4\]"):
         spectrum(torch.zeros(2, 3, 4))
+
+
+def test_scalars_of_reports_are_those_of_the_solves() -> None:
+    with observe(net := model(CG(2))) as reports:
+        run(net)
+        run(net)
+    found = scalars(reports)
+    assert set(found) == {f"proxprop/{layer}/{n}" for layer in "03" for n in ("angle", "residual", "failed")}
+    assert all(isinstance(value, float) for value in found.values())
+    cosine = float(reports["3"][0].cosine)
+    assert found["proxprop/3/angle"] == pytest.approx(math.degrees(math.acos(cosine)))
+    assert found["proxprop/3/residual"] == pytest.approx(float(reports["3"][1].residual.max()))
+    assert found["proxprop/3/failed"] == 0.0
+
+
+def test_layers_that_were_not_reached_are_left_out() -> None:
+    with observe(net := model(CG(2))) as reports:
+        net[3](randn(4, 16, seed=1)).sum().backward()
+    assert set(scalars(reports, prefix="p")) == {"p/3/angle", "p/3/residual", "p/3/failed"}
+    assert scalars({}) == {}
+
+
+def attached(running: proxprop.Running, **options) -> tuple[nn.Module, proxprop.Attached]:
+    net = model(Exact(), **options)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    handle = proxprop.attach(optimizer, net, running=running)
+    assert scalars(handle) == {}
+    run(net)
+    optimizer.step()
+    return net, handle
+
+
+@pytest.mark.parametrize("block", [None, 6])
+def test_scalars_of_a_handle_are_the_moments_of_the_inputs(block: int | None) -> None:
+    net, handle = attached(proxprop.Running(damping=0.3, block=block))
+    found = scalars(handle)
+    x = net[:3](randn(7, 2, 4, 4, seed=1)).detach()
+    A = torch.cat([x, torch.ones(7, 1, dtype=x.dtype)], dim=1)
+    C = A.T @ A / 7
+    if block is not None:
+        C = torch.block_diag(*(C[i : i + block, i : i + block] for i in range(0, 17, block)))
+    values = torch.linalg.eigvalsh(C)
+    assert found["proxprop/3/mean_square"] == pytest.approx(float(values.mean()))
+    assert found["proxprop/3/damping"] == pytest.approx(0.3 * float(values.mean()))
+    spread = float(values.square().mean().sqrt() / values.mean())
+    assert found["proxprop/3/spread"] == pytest.approx(spread)
+    assert 1 < spread < 17**0.5
+
+
+def test_a_layers_own_damping_is_not_told() -> None:
+    _, handle = attached(proxprop.Running(damping=None))
+    assert {name.rsplit("/", 1)[1] for name in scalars(handle)} == {"mean_square", "spread"}
+
+
+def test_scalars_of_counts() -> None:
+    embedding = proxprop.convert(nn.Embedding(4, 2), module_types="all", include_last=True)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.0)
+    handle = proxprop.attach(optimizer, embedding, running=proxprop.Running())
+    embedding(torch.tensor([0, 0, 0, 1])).sum().backward()
+    optimizer.step()
+    found = scalars(handle)
+    assert found["proxprop/Embedding/mean_square"] == pytest.approx(0.25)
+    assert found["proxprop/Embedding/spread"] == pytest.approx(math.sqrt((0.75**2 + 0.25**2) / 4) / 0.25)
+
+
+def test_without_waiting_there_is_no_number_on_the_host() -> None:
+    _, handle = attached(proxprop.Running())
+    found = scalars(handle, wait=False)
+    assert all(isinstance(value, torch.Tensor) and value.dim() == 0 for value in found.values())
+    assert {name: float(value) for name, value in found.items()} == pytest.approx(scalars(handle))
+
+
+def test_a_source_without_anything_to_tell_is_refused() -> None:
+    net = model(Exact())
+    handle = proxprop.attach(torch.optim.SGD(net.parameters(), lr=0.0), net)
+    with pytest.raises(ValueError, match="keeps no running averages to tell of: attach with running="):
+        scalars(handle)
+    with pytest.raises(
+        TypeError, match="reports of observe or what attach returned but was given Sequential"
+    ):
+        scalars(net)
+
+
+def test_tensorboard_takes_them(tmp_path) -> None:
+    _, handle = attached(proxprop.Running())
+    with SummaryWriter(str(tmp_path)) as writer:
+        for name, value in scalars(handle).items():
+            writer.add_scalar(name, value, 1)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert set(events.Tags()["scalars"]) == set(scalars(handle))
+    (event,) = events.Scalars("proxprop/3/spread")
+    assert event.value == pytest.approx(scalars(handle)["proxprop/3/spread"])

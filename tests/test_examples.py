@@ -2,9 +2,12 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,3 +51,16 @@ def test_the_gpt_trains_with_every_method(tmp_path):
     assert len({row["text"] for row in rows}) == 1
     assert all(math.isfinite(row["validation_loss"]) for row in rows)
     assert len({row["validation_loss"] for row in rows}) == len(rows) == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "reached"), [("with_trainer", 3.0), ("with_lightning", 1.5), ("with_accelerate", 1.5)]
+)
+def test_an_integration_learns_in_under_40_lines(name: str, reached: float, tmp_path: Path) -> None:
+    script = ROOT / "examples" / f"{name}.py"
+    assert len(script.read_text().splitlines()) < 40
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(re.findall(r"\d+\.\d+", done.stdout)[-1]) < reached

@@ -27,7 +27,7 @@ def test_no_public_name_shadows_a_submodule(package: str) -> None:
 def test_the_public_names_are_these() -> None:
     assert set(proxprop.__all__) == {
         *("convert", "revert", "summary", "register", "unregister", "nn", "diagnostics", "use_cuda_graphs"),
-        *("attach", "Attached", "Running", "CG", "Exact", "Solver"),
+        *("attach", "wrap", "Attached", "Running", "CG", "Exact", "Solver"),
     }
     for gone in ("solve", "detach", "Settings"):
         assert not hasattr(proxprop, gone)

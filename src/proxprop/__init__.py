@@ -8,6 +8,7 @@ from proxprop import diagnostics, nn
 from proxprop.conversion import convert, revert
 from proxprop.deferred import Attached, Running, attach
 from proxprop.nn import register, unregister
+from proxprop.recipe import wrap
 from proxprop.replay import use_cuda_graphs
 from proxprop.solvers import CG, Exact, Solver
 from proxprop.summarize import summary
@@ -29,4 +30,5 @@ __all__ = [
     "summary",
     "unregister",
     "use_cuda_graphs",
+    "wrap",
 ]

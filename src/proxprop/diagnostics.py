@@ -1,18 +1,22 @@
 """Look at what solves did: residual, angle to the gradient, spectrum, plan. Costs nothing when nobody asks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
 
 from proxprop.backward import Observer
+from proxprop.deferred import Attached
+from proxprop.deferred.average import Average
+from proxprop.deferred.equation import Equation
 from proxprop.direction import Direction
 from proxprop.nn import ProximalLayer
 from proxprop.settings import Settings
 from proxprop.solvers import CG, Plan
 from proxprop.transfer import Transfer
+from proxprop.transfer.layouts import BlockLayout
 
 
 class Report(NamedTuple):
@@ -137,3 +141,94 @@ def spectrum(A: Tensor) -> Spectrum:
     else:
         eigenvalues = torch.linalg.eigvalsh(A.mT @ A)
     return Spectrum(eigenvalues.clamp(min=0))
+
+
+Source = Mapping[str, Sequence[Report]] | Attached
+"""What `scalars` takes: the reports of `observe`, or what `attach` and `wrap` return."""
+
+
+@overload
+def scalars(source: Source, *, prefix: str = ..., wait: Literal[True] = ...) -> dict[str, float]: ...
+@overload
+def scalars(source: Source, *, prefix: str = ..., wait: Literal[False]) -> dict[str, Tensor]: ...
+def scalars(
+    source: Source, *, prefix: str = "proxprop", wait: bool = True
+) -> dict[str, float] | dict[str, Tensor]:
+    """What there is to plot, as a plain dict of `prefix/layer/quantity` for TensorBoard, Weights & Biases and others.
+
+    Of the reports of `observe`, over all solves of a layer: the mean `angle` between direction and gradient in degrees,
+    the largest relative `residual`, and the share of solves that `failed`.
+
+    Of an attached model, for each running average C of a layer's inputs: c, its `mean_square` over features; the
+    `damping` ρc that is added to it; and its `spread`, the root mean square of C's eigenvalues over their mean. A
+    spread of 1 means white inputs, of which a proximal step has nothing to gain; the largest possible is the root of
+    the number of features. There is nothing to tell before the first step.
+
+    Args:
+        source: the reports, or the handle.
+        prefix: the first part of the names.
+        wait: give floats, for which all values are read from the device at once. False gives tensors without
+            dimensions, and waits for nothing.
+
+    Raises:
+        TypeError: the source is neither.
+        ValueError: the handle keeps no running averages.
+
+    Example:
+        >>> import proxprop
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> attached = proxprop.wrap(optimizer, model)
+        >>> model(torch.ones(16, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> {name: round(value, 3) for name, value in scalars(attached).items()}
+        {'proxprop/0/mean_square': 1.0, 'proxprop/0/damping': 0.3, 'proxprop/0/spread': 2.236}
+    """
+    if isinstance(source, Attached):
+        found = _averaged(source)
+    elif isinstance(source, Mapping):
+        found = {name: _reported(reports) for name, reports in source.items() if reports}
+    else:
+        raise TypeError(
+            "scalars should be given the reports of observe or what attach returned but was given "
+            f"{type(source).__name__}"
+        )
+    named = {f"{prefix}/{layer}/{name}": v for layer, values in found.items() for name, v in values.items()}
+    if not wait or not named:
+        return named
+    device = next(iter(named.values())).device
+    read: list[float] = torch.stack([value.to(device, torch.float64) for value in named.values()]).tolist()
+    return dict(zip(named, read, strict=True))
+
+
+def _reported(reports: Sequence[Report]) -> dict[str, Tensor]:
+    cosines = torch.stack([report.cosine for report in reports])
+    return {
+        "angle": cosines.clamp(-1, 1).acos().rad2deg().mean(),
+        "residual": torch.stack([report.residual.max() for report in reports]).max(),
+        "failed": torch.tensor([float(report.failed) for report in reports]).mean(),
+    }
+
+
+def _averaged(attached: Attached) -> dict[str, dict[str, Tensor]]:
+    averages = attached.averages
+    if averages is None:
+        raise ValueError(
+            "the handle keeps no running averages to tell of: attach with running=proxprop.Running(...), or "
+            "observe a model that is not attached"
+        )
+    damping = averages.running.damping
+    return {
+        equation.name: _moments(equation, average, damping) for equation, average in averages.averages.items()
+    }
+
+
+def _moments(equation: Equation, average: Average, damping: float | None) -> dict[str, Tensor]:
+    layout = equation.layout
+    whole = layout.whole if isinstance(layout, BlockLayout) else layout
+    C = average.S / average.samples.clamp(min=1e-30)
+    diagonal = C if C.dim() == 2 else C.diagonal(dim1=-2, dim2=-1)
+    features = whole.sizes.groups * whole.sizes.features
+    mean = diagonal.sum() / features
+    added = {"damping": damping * mean} if damping is not None else {}
+    return {"mean_square": mean, **added, "spread": C.norm() / (mean * features**0.5)}

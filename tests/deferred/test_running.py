@@ -217,6 +217,23 @@ def test_features_in_blocks_have_the_stated_direction(bias: bool, rows_drawn: in
     assert handle.bytes == 3 * 4 * 4 * 8
 
 
+def test_blocks_that_divide_the_features_of_a_grouped_convolution() -> None:
+    """Each group is a convolution by itself."""
+    torch.manual_seed(0)
+    grouped = nn.Conv2d(2, 4, 3, groups=2).double()  # ten features a group with the bias
+    alone = [nn.Conv2d(1, 2, 3).double() for _ in range(2)]
+    for conv, weight, bias in zip(alone, grouped.weight.chunk(2), grouped.bias.chunk(2), strict=True):
+        conv.load_state_dict({"weight": weight, "bias": bias})
+    x = randn(6, 2, 4, 4, seed=1)
+    for layer, input in [(grouped, x), *zip(alone, x.split(1, dim=1), strict=True)]:
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+        proxprop.wrap(optimizer, layer, include_last=True, running=Running(block=5))
+        layer(input).square().sum().backward()
+        optimizer.step()
+    expected = torch.cat([conv.weight.grad for conv in alone])
+    assert relative_error(grouped.weight.grad, expected) < 1e-12
+
+
 def test_blocks_of_every_kind_of_layer() -> None:
     """A layer whose features fit in one block does not notice; attention's packed projections stay whole."""
 

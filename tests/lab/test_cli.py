@@ -15,7 +15,9 @@ import torch
 import proxprop_cli
 from proxprop.lab import records
 from proxprop.lab.cli import commands, main
+from proxprop.lab.commands import compare
 from proxprop.lab.commands.train import _tell
+from proxprop.lab.refusal import install
 from proxprop.lab.reproduction.files import read_csv
 
 
@@ -179,6 +181,21 @@ def test_compare_writes_a_report_and_does_not_run_twice(here, capsys, blobs):
     assert stamps == {path: path.stat().st_mtime_ns for path in here.rglob("result.json")}
 
 
+def test_compare_has_a_report_when_the_first_seed_is_through(here, capsys, blobs, monkeypatch):
+    written = []
+    write = compare.write_report
+    monkeypatch.setattr(
+        compare,
+        "write_report",
+        lambda records, *a, **k: written.append(len(records)) or write(records, *a, **k),
+    )
+    assert run("compare", "--data", blobs, "--hidden", "8", "--batch-size", "10", "--epochs", "1", "--seeds", "2",
+               "--solvers", "backprop,cg:2", "--optimizers", "sgd", "--lrs", "0.1", "--jobs", "1") == 0  # fmt: skip
+    assert written == [2, 4]
+    told = capsys.readouterr().out
+    assert told.index("[2/4]") < told.index("First report, of one seed") < told.index("[3/4]")
+
+
 QUICK = ("reproduce", "fig1", "--quick", "--device", "cpu", "--out", "results")
 
 
@@ -312,6 +329,16 @@ def test_without_typer_it_says_what_to_install(monkeypatch, capsys):
     assert run("--help") == 2
     needs = "the command line needs more packages: pip install '.[lab]' in a checkout of proxprop"
     assert capsys.readouterr().err == f"error: {needs}\n"
+
+
+def test_with_torch_alone_it_says_what_to_install():
+    code = "import sys; sys.modules['numpy'] = None; import proxprop_cli; proxprop_cli.main()"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, "doctor"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.endswith(f"the command line needs more packages: {install('lab')}\n")
+    assert "Traceback" not in done.stderr
 
 
 def console(*arguments, **environment):

@@ -133,10 +133,10 @@ def attach(
 
 
 def innermost(optimizer: object) -> object:
-    """The optimizer that takes the steps, inside wrappers such as Accelerate's and Lightning's."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
-    return optimizer
+    """The optimizer that takes the steps, inside wrappers such as Accelerate's, Lightning's and Schedule-Free's."""
+    held = (getattr(optimizer, name, None) for name in ("optimizer", "base"))
+    inner = next((each for each in held if isinstance(each, Optimizer)), None)
+    return optimizer if inner is None else innermost(inner)
 
 
 WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -158,6 +158,12 @@ def _check(
             "attach should be given an optimizer or a list of optimizers, then the model, but was given "
             f"{type(optimizer).__name__}"
         )
+    for each in optimizers:
+        if not _takes_hooks(each):
+            raise TypeError(
+                f"{type(each).__name__} never called torch.optim.Optimizer.__init__, so that nothing can be solved "
+                "before its steps: give the optimizer inside it"
+            )
     check_module(model, "attach")
     if running is not None and not isinstance(running, Running):
         raise TypeError(f"running should be a proxprop.Running or None but is {running!r}")
@@ -166,6 +172,14 @@ def _check(
     if fallback not in FALLBACKS:
         raise ValueError(f"fallback should be one of {', '.join(FALLBACKS)} but is {fallback!r}")
     return optimizers
+
+
+def _takes_hooks(optimizer: Optimizer) -> bool:
+    try:
+        optimizer.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError:
+        return False
+    return True
 
 
 def _plain_beside_frozen(model: nn.Module) -> str:

@@ -9,9 +9,7 @@ from functools import wraps
 from typing import Any, NoReturn
 
 from proxprop.lab.refusal import Refused, install
-from proxprop_cli import INTERRUPTED, application
-
-MISTAKE = 2
+from proxprop_cli import INTERRUPTED, MISTAKE, application
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -35,7 +35,7 @@ class BlockLayout(Transfer):
 
     def to_features(self, parameters: Parameters) -> Tensor:
         """The layer's features, block by block."""
-        return functional.pad(self.whole.to_features(parameters), (0, 0, 0, self.behind)).view(
+        return functional.pad(self.whole.to_features(parameters), (0, 0, 0, self.behind)).reshape(
             self.sizes.groups, self.width, -1
         )
 

@@ -65,17 +65,28 @@ def compare(
     configs = experiments.compare(base, _listed(solvers, base), _rates(optimizers, lrs), seeds)
     if download:
         options.fetch(base)
-    records = run_and_tell(configs, out / "runs", workers)
+    records = run_and_tell(configs, out / "runs", workers, _first_report(configs, out))
     path = write_report(records, out, TITLE, rerun=_command())
     for task in tasks(records):
         show(final_table(task), task.title)
     say(f"Report: {path.resolve()}")
 
 
-def run_and_tell(configs: Sequence[Config], folder: Path, jobs: int) -> list[Record]:
+Tell = Callable[[int, Record], None]
+"""Called after each run with how many are done and with its record."""
+
+
+def run_and_tell(
+    configs: Sequence[Config], folder: Path, jobs: int, also: Tell = lambda number, record: None
+) -> list[Record]:
     """Run a list; in a terminal with a bar over all of it, or one per run where they come one by one."""
     say(f"{counted(len(configs), 'run')} into {folder}; those already finished are not run again.")
-    stop, tell = _bar(len(configs)) if jobs > 1 else _lines(len(configs))
+    stop, show_progress = _bar(len(configs)) if jobs > 1 else _lines(len(configs))
+
+    def tell(number: int, record: Record) -> None:
+        show_progress(number, record)
+        also(number, record)
+
     try:
         return experiments.run_all(configs, folder, jobs, tell=tell)
     except (Interrupted, KeyboardInterrupt) as interrupted:
@@ -88,7 +99,21 @@ def run_and_tell(configs: Sequence[Config], folder: Path, jobs: int) -> list[Rec
         stop()
 
 
-def _bar(total: int) -> tuple[Callable[[], None], Callable[[int, Record], None]]:
+def _first_report(configs: Sequence[Config], out: Path) -> Tell:
+    """Writes a report as soon as every setting has run with its first seed, while the other seeds run."""
+    first = sum(config.seed == configs[0].seed for config in configs)
+    records: list[Record] = []
+
+    def tell(number: int, record: Record) -> None:
+        records.append(record)
+        if number == first < len(configs):
+            path = write_report(records, out, TITLE, rerun=_command())
+            say(f"First report, of one seed: {path.resolve()}")
+
+    return tell
+
+
+def _bar(total: int) -> tuple[Callable[[], None], Tell]:
     if not sys.stderr.isatty():
         return lambda: None, lambda number, record: None
     from rich.console import Console
@@ -101,7 +126,7 @@ def _bar(total: int) -> tuple[Callable[[], None], Callable[[int, Record], None]]
     return bar.stop, lambda number, record: bar.update(task, completed=number)
 
 
-def _lines(total: int) -> tuple[Callable[[], None], Callable[[int, Record], None]]:
+def _lines(total: int) -> tuple[Callable[[], None], Tell]:
     def tell(number: int, record: Record) -> None:
         loss = record.last["loss"]
         ended = "diverged" if loss is None else f"loss {loss:.4g}"
