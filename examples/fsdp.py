@@ -7,6 +7,7 @@ backend "nccl", a mesh of type "cuda", and put the data on the rank's device; no
 """
 
 import tempfile
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import proxprop
@@ -80,7 +82,7 @@ def take_step(run: Run, step: int) -> float:
     return float(loss) / dist.get_world_size()
 
 
-def state(run: Run) -> dict[str, object]:
+def state(run: Run) -> dict[str, Any]:
     """All that a checkpoint holds; each rank has the averages it owns, and DCP puts them together."""
     model, optimizer, attached = run
     parameters, moments = get_state_dict(model, optimizer)
@@ -97,7 +99,7 @@ def distance_of_resumed(run: Run, folder: str) -> float:
     for step in range(SAVED, STEPS):
         take_step(resumed, step)
     pairs = zip(run[0].parameters(), model.parameters(), strict=True)
-    return max(float((p - q).detach().abs().max().full_tensor()) for p, q in pairs)
+    return max(float(whole(p - q).abs().max()) for p, q in pairs)
 
 
 def distance(model: nn.Module) -> float:
@@ -106,8 +108,15 @@ def distance(model: nn.Module) -> float:
     attached = proxprop.attach(torch.optim.AdamW(alone.parameters()), alone, running=RUNNING)
     loss_of(alone, data(0)).backward()
     attached.solve()
-    pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    return max(float((p.grad.full_tensor() - q.grad).norm() / q.grad.norm()) for p, q in pairs)
+    grads = [(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True)]
+    pairs = [(whole(p), q) for p, q in grads if p is not None and q is not None]
+    return max(float((found - expected).norm() / expected.norm()) for found, expected in pairs)
+
+
+def whole(shards: Tensor) -> Tensor:
+    """A sharded tensor, put together."""
+    assert isinstance(shards, DTensor)
+    return shards.full_tensor().detach()
 
 
 def loss_of(model: nn.Module, sequences: Tensor) -> Tensor:

@@ -4,7 +4,14 @@ import inspect
 from importlib import import_module
 from types import ModuleType
 
-MODULES = ("proxprop", "proxprop.nn", "proxprop.diagnostics", "proxprop.solvers")
+MODULES = (
+    "proxprop",
+    "proxprop.nn",
+    "proxprop.diagnostics",
+    "proxprop.solvers",
+    "proxprop.integrations.huggingface",
+    "proxprop.integrations.lightning",
+)
 
 
 def names(module: ModuleType) -> list[str]:

@@ -94,7 +94,7 @@ for name, solver in METHODS.items():
 LOOK = dict(zip(METHODS, (LOOKS["backprop"], LOOKS["exact"]), strict=True))
 shown = test[:7]
 fig = plt.figure(figsize=(12, 4), layout="constrained")
-left, right = fig.subfigures(1, 2, width_ratios=(1, 1.7))
+left, right = fig.subfigures(1, 2, squeeze=False, width_ratios=(1, 1.7))[0]
 ax, rows = left.subplots(), {"original": shown}
 for name, (lr, model, errors, _, _) in best.items():
     ax.plot(range(1, EPOCHS + 1), errors, **LOOK[name], label=f"{name}, lr {lr:g}")

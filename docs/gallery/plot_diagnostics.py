@@ -58,7 +58,8 @@ def spectra():
 
 STEPS, EVERY = 200, 5
 before, losses = spectra(), []
-angles, residuals = {name: [] for name in LAYERS}, {name: [] for name in LAYERS}
+angles: dict[str, list[float]] = {name: [] for name in LAYERS}
+residuals: dict[str, list[float]] = {name: [] for name in LAYERS}
 for number in range(STEPS):
     batch = torch.randint(len(x), (100,))
     if number % EVERY:

@@ -21,6 +21,9 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from proxprop.integrations.huggingface import ProxPropCallback
+from proxprop.lab.figures.style import LOOKS, SETTINGS
+
+plt.rcParams.update(SETTINGS)
 
 # %%
 # The data: windows of 64 bytes. The Trainer shifts the labels itself.
@@ -69,8 +72,8 @@ plain, proximal = losses([]), losses([ProxPropCallback()])
 
 steps = range(2, 2 * len(plain) + 1, 2)
 figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
-axes.plot(steps, plain, label="AdamW")
-axes.plot(steps, proximal, label="AdamW with ProxPropCallback")
+axes.plot(steps, plain, label="AdamW", **LOOKS["backprop"])
+axes.plot(steps, proximal, label="AdamW with ProxPropCallback", **LOOKS["running:10"])
 axes.set(xlabel="step", ylabel="training loss (nats a byte)", title="A small GPT-2 under the Trainer")
 axes.legend()
 plt.show()

@@ -21,6 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import proxprop
 from proxprop.integrations.lightning import ProxPropCallback
+from proxprop.lab.figures.style import LOOKS, SETTINGS
+
+plt.rcParams.update(SETTINGS)
 
 warnings.filterwarnings("ignore", module="pytorch_lightning")  # of workers and of torch's names
 
@@ -98,8 +101,8 @@ def smoothed(losses: list[float]) -> Tensor:
 
 steps = range(8, 8 * len(smoothed(plain)) + 1, 8)
 figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
-axes.plot(steps, smoothed(plain), label="AdamW")
-axes.plot(steps, smoothed(proximal), label="AdamW with ProxPropCallback")
+axes.plot(steps, smoothed(plain), label="AdamW", **LOOKS["backprop"])
+axes.plot(steps, smoothed(proximal), label="AdamW with ProxPropCallback", **LOOKS["running:10"])
 axes.set(xlabel="step", ylabel="training loss", title="An MLP under Lightning")
 axes.legend()
 plt.show()

@@ -62,7 +62,7 @@ print(model)
 x = torch.randn(200, 20, dtype=torch.float64) * torch.logspace(0, -1.5, 20)
 y = torch.randint(3, (200,))
 
-seen = {}
+seen: dict[str, dict[str, torch.Tensor]] = {}
 for name in ("0", "2"):
 
     def keep(layer, inputs, output, name=name):
@@ -81,7 +81,10 @@ directions, gradients = {}, {}
 for name, of in seen.items():
     S, B = of["A"].T @ of["A"], of["A"].T @ of["G"]
     layer = model.get_submodule(name)
-    directions[name] = torch.cat([layer.weight.grad, layer.bias.grad[None]])
+    weight, bias = layer.parameters()
+    assert weight.grad is not None
+    assert bias.grad is not None
+    directions[name] = torch.cat([weight.grad, bias.grad[None]])
     gradients[name] = B
     dense = torch.linalg.solve(torch.eye(len(S), dtype=torch.float64) / 0.1 + S, B)
     distance = ((directions[name] - dense).norm() / dense.norm()).item()
