@@ -150,6 +150,7 @@ ON_ANY_RANKS = [
             for network in ("attention", "convnet", "cg")
             for way in WAYS
         ),
+        *(f"owned-later-{way}" for way in WAYS),
         "owned-bf16",
         note="averages and inverses take one copy over all ranks; `Running(copies=...)` allows more",
     ),

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from networks import NETWORKS
 from observed import as_one_process, assert_same_values, fresh, take_step
 from parity import assert_same_on_all_ranks, share, whole
+from sharded import cut
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -90,6 +91,26 @@ def different_layers_are_refused() -> None:
         proxprop.attach(torch.optim.SGD(wrapper.parameters(), lr=0.1), wrapper)
 
 
+def trained_later(way: str) -> None:
+    """A layer that is frozen when the model is attached, and trained later."""
+    running = replace(EVERY, copies=WAYS[way])
+    models = cut("even"), NETWORKS["even"].model()
+    for model in models:
+        model[0].requires_grad_(False)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    run, alone = (
+        (model, optimizer, proxprop.attach(optimizer, model, running=running))
+        for model, optimizer in zip(models, optimizers, strict=True)
+    )
+    for step in range(6):
+        for model in models:
+            model[0].requires_grad_(step >= 3)
+        batch = whole("even") * (1 + 0.1 * step)
+        take_step(run, share(batch), "")
+        take_step(alone, batch, "")
+        assert_same_values(run[0], alone[0])
+
+
 def in_turns(kind: str) -> None:
     """Large layers are inverted in the steps in which one process inverts them."""
     running = Running(decay=0.8, update_every=2, invert_every=4)
@@ -122,6 +143,7 @@ CASES: dict[str, Callable[[], None]] = {
         for way in WAYS
     },
     **{f"owned-offload-{way}": partial(offloaded, "even", way) for way in WAYS},
+    **{f"owned-later-{way}": partial(trained_later, way) for way in WAYS},
     **{f"owned-turns-{kind}": partial(in_turns, kind) for kind in ("ddp", "fsdp")},
     **{
         f"owned-hybrid-{way}": partial(

@@ -47,6 +47,8 @@ def load_of(cluster: Cluster, running: Running | None) -> Load:
 
 def _only_way(cluster: Cluster, running: Running | None) -> tuple[Any, str]:
     """The only way that directions can come from an owner, and why; no reason where both can be."""
+    if not any(system.trained for system in cluster.systems):
+        return "gradient", "it is not trained yet"
     if any(system.trained and DIAGONAL in system.layout.spaces for system in cluster.systems):
         return "inverse", "its S is a diagonal, and sent as one"
     if running is None:
