@@ -1,7 +1,4 @@
-"""ProxProp under the Trainer of `transformers`: one callback. A small GPT-2 with random weights learns source code.
-
-python examples/with_trainer.py
-"""
+"""ProxProp under the Trainer of `transformers`: one callback. A small GPT-2 with random weights learns source code."""
 
 import argparse
 from pathlib import Path
@@ -27,10 +24,9 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
 
 
 torch.manual_seed(0)
-shape = GPT2Config(
-    vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
+model = GPT2LMHeadModel(
+    GPT2Config(vocab_size=256, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
 )
-model = GPT2LMHeadModel(shape)
 arguments = TrainingArguments(
     "out/trainer", num_train_epochs=1, per_device_train_batch_size=8, gradient_accumulation_steps=2,
     learning_rate=3e-3, logging_steps=8, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,

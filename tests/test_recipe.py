@@ -148,7 +148,7 @@ def test_a_wrapped_optimizer_is_found() -> None:
         (
             lambda model: Uninitialised([*model.parameters()]),
             TypeError,
-            "Uninitialised never called torch.optim",
+            "Uninitialised never called Optimizer",
         ),
         (lambda model: adam(nn.Linear(2, 2)), ValueError, "the optimizer holds no parameter of the model's"),
     ],

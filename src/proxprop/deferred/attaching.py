@@ -161,7 +161,7 @@ def _check(
     for each in optimizers:
         if not _takes_hooks(each):
             raise TypeError(
-                f"{type(each).__name__} never called torch.optim.Optimizer.__init__, so that nothing can be solved "
+                f"{type(each).__name__} never called Optimizer.__init__, so that nothing can be solved "
                 "before its steps: give the optimizer inside it"
             )
     check_module(model, "attach")
