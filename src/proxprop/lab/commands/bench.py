@@ -41,6 +41,10 @@ def bench(
     seed: Annotated[int | None, typer.Option(min=0, help="Run this seed again; 0 is the trials'.")] = None,
     trials: Annotated[int, typer.Option(min=1, help="Trials of every method.")] = protocol.TRIALS,
     seeds: Annotated[int, typer.Option(min=1, help="Fresh seeds of every choice.")] = protocol.SEEDS,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(help="How `time` runs a step: eager, compile, graph [eager; on a CUDA GPU all three]."),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
     out: Annotated[Path, typer.Option(help="Folder of the records.")] = Path("results/peers"),
 ) -> None:
@@ -71,7 +75,7 @@ def bench(
     elif what is What.time:
         from proxprop.lab.peers import timing
 
-        timing.time_all(store, tasks, methods, where, say)
+        timing.time_all(store, tasks, methods, where, way or _ways(where), say)
     elif trial is not None or seed is not None:
         _again(store, tasks, methods, trial, seed, where)
     else:
@@ -98,6 +102,11 @@ def _again(
     for run in runs:
         if run.key == job:
             say(f"recorded: {line(run)} ({run.device}, torch {run.torch}, commit {run.commit})")
+
+
+def _ways(where: torch.device) -> list[str]:
+    """On a CPU compilation takes longer than all the timing."""
+    return ["eager", "compile", "graph"] if where.type == "cuda" else ["eager"]
 
 
 def _teller() -> Tell:

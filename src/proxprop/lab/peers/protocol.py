@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from statistics import median
 from typing import NamedTuple
 
 from proxprop.lab.peers.record import Key, Run
@@ -11,7 +12,7 @@ TRIAL_SEED = 0
 """The seed of every trial; fresh seeds count from one above it."""
 
 REFERENCE = "adamw"
-RULE = "the worst last score of AdamW's fresh seeds at its chosen setting, rounded up to three digits"
+RULE = "the median last score of AdamW's fresh seeds at its chosen setting, rounded up to three digits"
 
 
 class Job(NamedTuple):
@@ -64,11 +65,11 @@ def jobs(runs: Sequence[Run], task: str, method: str, trials: int, seeds: int) -
 
 
 def target(runs: Sequence[Run], task: str) -> float | None:
-    """A task's target; None as long as the reference's seeds are not there, or none of them finished."""
+    """A task's target; None as long as the reference's seeds are not there, or most of them failed."""
     if not complete(runs, task, REFERENCE):
         return None
-    scores = [r.score for r in seeds_of(runs, task, REFERENCE) if math.isfinite(r.score)]
-    return rounded_up(max(scores)) if scores else None
+    found = median([run.score for run in seeds_of(runs, task, REFERENCE)] or [math.inf])
+    return rounded_up(found) if math.isfinite(found) else None
 
 
 def rounded_up(value: float) -> float:

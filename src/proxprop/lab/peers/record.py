@@ -135,9 +135,12 @@ def parsed(row: Mapping[str, str], where: str) -> Run:
     try:
         values: dict[str, Any] = dict(row)
         setting = Setting(
+            lr=float(values.pop("lr")),
+            weight_decay=float(values.pop("weight_decay")),
+            warmup=float(values.pop("warmup")),
             schedule=values.pop("schedule"),
-            **{name: _number(values.pop(name)) for name in ("lr", "weight_decay", "warmup")},
-            **{name: _optional(values.pop(name)) for name in ("tau_theta", "damping")},
+            tau_theta=_optional(values.pop("tau_theta")),
+            damping=_optional(values.pop("damping")),
         )
         for field in fields(Run):
             if field.type in (int, float):
@@ -149,10 +152,6 @@ def parsed(row: Mapping[str, str], where: str) -> Run:
     if run.status not in (FINISHED, DIVERGED, FAILED):
         raise Refused(f"{where}: status should be finished, diverged or failed but is '{run.status}'")
     return run
-
-
-def _number(cell: str) -> float:
-    return float(cell)
 
 
 def _optional(cell: str) -> float | None:

@@ -16,7 +16,7 @@ from proxprop.lab import devices
 from proxprop.lab.interruption import Flag
 from proxprop.lab.peers.methods import Method
 from proxprop.lab.peers.spaces import Setting
-from proxprop.lab.peers.task import Measured, Problem, Task
+from proxprop.lab.peers.task import Batch, Measured, Problem, Task
 
 FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
 
@@ -61,16 +61,19 @@ class Trained:
         self.model: nn.Module = self.problem.model().to(device)
         self.optimizers = method.prepare(self.model, setting, task)
         self.generator = torch.Generator(device).manual_seed(seed)
-        self.loss = self.problem.loss
         _switch(self.optimizers, "train")
 
     def step(self, factor: float = 1.0) -> torch.Tensor:
         """Take one step at a factor of the setting's learning rate; returns the mini-batch loss."""
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            group["lr"] = self.setting.lr * factor
+        return self.step_on(self.problem.batch(self.generator))
+
+    def step_on(self, batch: Batch) -> torch.Tensor:
+        """Take one step on a batch at the learning rate that is set."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-            for group in optimizer.param_groups:
-                group["lr"] = self.setting.lr * factor
-        loss = self.loss(self.model, self.problem.batch(self.generator))
+        loss = self.problem.loss(self.model, batch)
         loss.backward()
         if self.task.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 Batch = tuple[Tensor, ...]
+Size = Literal["cpu", "gpu"]
 Measured = dict[str, float]
 """What is measured: `score` (lower is better) and `train_loss`; where they apply `accuracy` and `test_accuracy`."""
 
@@ -48,7 +49,7 @@ class Task:
 
     name: str
     about: str
-    size: Literal["cpu", "gpu"]
+    size: Size
     score: str
     steps: int
     problem: Callable[[torch.device], Problem]

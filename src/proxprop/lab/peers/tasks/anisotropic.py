@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor, nn
 
-from proxprop.lab.peers.task import Batch, Problem, Task, fixed
+from proxprop.lab.peers.task import Batch, Problem, Size, Task, fixed
 
 
 def make(
     name: str,
-    size: str,
+    size: Size,
     features: int,
     width: int,
     batch: int,
@@ -39,7 +39,7 @@ def make(
         f"{features} inputs with variances i^-{power:g}, rotated, and a mean; a random teacher of the whitened inputs; "
         f"MLP of two hidden layers of {width}; squared error; batch {batch}, always fresh"
     )
-    return Task(name, about, "gpu" if size == "gpu" else "cpu", "held-out loss", steps, problem)
+    return Task(name, about, size, "held-out loss", steps, problem)
 
 
 def inputs_and_teacher(
@@ -69,7 +69,8 @@ def student(features: int, width: int, outputs: int) -> nn.Sequential:
 def loss(model: nn.Module, batch: Batch) -> Tensor:
     """Mean squared error."""
     inputs, wanted = batch
-    return (model(inputs) - wanted).square().mean()
+    found: Tensor = (model(inputs) - wanted).square().mean()
+    return found
 
 
 TASKS = (

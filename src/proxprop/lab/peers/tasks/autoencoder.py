@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from proxprop.lab.peers.task import Batch, Measured, Problem, Task, drawn, fixed
+from proxprop.lab.peers.task import Batch, Measured, Problem, Size, Task, drawn, fixed
 
 POINTS, PEN = 64, 0.75
 
 
 def make(
-    name: str, size: str, side: int, hidden: tuple[int, ...], samples: int, batch: int, steps: int
+    name: str, size: Size, side: int, hidden: tuple[int, ...], samples: int, batch: int, steps: int
 ) -> Task:
     """The task for images of `side`² pixels and an encoder of these widths, mirrored by the decoder."""
 
@@ -31,10 +31,10 @@ def make(
 
     widths = "-".join(map(str, (side**2, *hidden)))
     about = (
-        f"{samples:,} generated curves of {side}×{side} pixels, autoencoder {widths} and back, tanh, cross-entropy of the "
-        f"pixels, measured as a sum over an image above its smallest possible value; batch {batch}"
+        f"{samples:,} generated curves of {side}×{side} pixels, autoencoder {widths} and back, tanh, cross-entropy "
+        f"of the pixels, measured as a sum over an image above its smallest possible value; batch {batch}"
     )
-    return Task(name, about, "gpu" if size == "gpu" else "cpu", "held-out loss", steps, problem)
+    return Task(name, about, size, "held-out loss", steps, problem)
 
 
 def curves(samples: int, side: int) -> Tensor:
@@ -52,11 +52,14 @@ def curves(samples: int, side: int) -> Tensor:
 
 
 def autoencoder(widths: tuple[int, ...]) -> nn.Sequential:
-    """Encoder and decoder with tanh between layers; the code in the middle is linear."""
+    """Encoder and decoder with tanh between layers and Glorot's weights; the code in the middle is linear."""
     sizes = [*widths, *widths[-2::-1]]
     layers: list[nn.Module] = []
     for index, (wide, narrow) in enumerate(itertools.pairwise(sizes), start=1):
-        layers.append(nn.Linear(wide, narrow))
+        layer = nn.Linear(wide, narrow)
+        nn.init.xavier_uniform_(layer.weight)
+        nn.init.zeros_(layer.bias)
+        layers.append(layer)
         if index not in (len(widths) - 1, len(sizes) - 1):
             layers.append(nn.Tanh())
     return nn.Sequential(*layers)

@@ -1,7 +1,6 @@
 """CIFAR-10: the paper's MLP and ConvNet, and a ResNet-18; the last two with crops and flips."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,10 @@ SHIFT = 4
 """An augmented image is moved by at most so many pixels."""
 
 
+def _images() -> Dataset:
+    return load("cifar10")
+
+
 def make(
     name: str,
     about: str,
@@ -25,7 +28,7 @@ def make(
     steps: int,
     augmented: bool,
     precision: str = "fp32",
-    data: Callable[[], Dataset] = partial(load, "cifar10"),
+    data: Callable[[], Dataset] = _images,
 ) -> Task:
     """The task for a model; `data` says where the images come from."""
 
@@ -66,11 +69,11 @@ def measure(model: nn.Module, dataset: Dataset, precision: str) -> Measured:
 def augment(images: Tensor, generator: torch.Generator) -> Tensor:
     """Each image moved by up to `SHIFT` pixels over black, every second one mirrored on average."""
     samples, channels, height, width = images.shape
-    random = {"generator": generator, "device": images.device}
-    down, right = torch.randint(2 * SHIFT + 1, (2, samples, 1, 1), **random)
-    mirrored = torch.rand(samples, 1, 1, **random) < 0.5
-    rows = torch.arange(height, device=images.device)[:, None] + down
-    columns = torch.arange(width, device=images.device)[None, :]
+    device = images.device
+    down, right = torch.randint(2 * SHIFT + 1, (2, samples, 1, 1), generator=generator, device=device)
+    mirrored = torch.rand(samples, 1, 1, generator=generator, device=device) < 0.5
+    rows = torch.arange(height, device=device)[:, None] + down
+    columns = torch.arange(width, device=device)[None, :]
     columns = torch.where(mirrored, width - 1 - columns, columns) + right
     padded = pad(images, (SHIFT,) * 4).flatten(2)
     index = (rows * (width + 2 * SHIFT) + columns).reshape(samples, 1, -1).expand(-1, channels, -1)

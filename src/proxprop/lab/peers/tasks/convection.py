@@ -5,11 +5,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from proxprop.lab.peers.task import Batch, Measured, Problem, Task
+from proxprop.lab.peers.task import Batch, Measured, Problem, Size, Task
 from proxprop.lab.peers.tasks.poisson import network
 
 
-def make(name: str, size: str, beta: float, width: int, layers: int, batch: int, steps: int) -> Task:
+def make(name: str, size: Size, beta: float, width: int, layers: int, batch: int, steps: int) -> Task:
     """The task for speed β; x and t are in [0, 1], the start is sin(2πx)."""
 
     def problem(device: torch.device) -> Problem:
@@ -31,11 +31,10 @@ def make(name: str, size: str, beta: float, width: int, layers: int, batch: int,
         return Problem(lambda: network(width, layers, inputs=3), lambda g: points(g, batch), loss, measure)
 
     about = (
-        f"u_t + {beta:g}·u_x = 0 on a circle, u = sin x at the start; tanh network of {layers} hidden layers of {width}; "
-        f" squared residual, divided by β², + squared error at the start; {batch} points, always fresh"
+        f"u_t + {beta:g}·u_x = 0 on a circle, u = sin x at the start; tanh network of {layers} hidden layers of "
+        f"{width};  squared residual, divided by β², + squared error at the start; {batch} points, always fresh"
     )
-    where = "gpu" if size == "gpu" else "cpu"
-    return Task(name, about, where, "relative error of u", steps, problem, derivatives=True)
+    return Task(name, about, size, "relative error of u", steps, problem, derivatives=True)
 
 
 def solution(x: Tensor, beta: float) -> Tensor:
@@ -65,7 +64,8 @@ def residual(model: nn.Module, batch: Batch, beta: float) -> Tensor:
     (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
     carried = slope[: len(inside), 1] + beta / (2 * math.pi) * slope[: len(inside), 0]
     wrong = u[len(inside) :] - solution(start, beta)
-    return carried.square().mean() / beta**2 + wrong.square().mean()
+    found: Tensor = carried.square().mean() / beta**2 + wrong.square().mean()
+    return found
 
 
 TASKS = (

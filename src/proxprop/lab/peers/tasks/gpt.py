@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from proxprop.lab.devices import autocast
-from proxprop.lab.peers.task import Batch, Measured, Problem, Task
+from proxprop.lab.peers.task import Batch, Measured, Problem, Size, Task
 
 BYTES, HELD_OUT = 8_000_000, 400_000
 
@@ -72,7 +72,7 @@ class GPT(nn.Module):
 
 def make(
     name: str,
-    size: str,
+    size: Size,
     layers: int,
     width: int,
     positions: int,
@@ -107,11 +107,10 @@ def make(
         return Problem(model, lambda g: windows(train, samples, positions, g), loss, measure)
 
     about = (
-        f"bytes of Python's own standard library; GPT of {layers} layers, {width} wide; {samples} windows of {positions} "
-        "bytes a step; nats a byte"
+        f"bytes of Python's own standard library; GPT of {layers} layers, {width} wide; {samples} windows of "
+        f"{positions} bytes a step; nats a byte"
     )
-    where = "gpu" if size == "gpu" else "cpu"
-    return Task(name, about, where, "held-out loss", steps, problem, clip=1.0, precision=precision)
+    return Task(name, about, size, "held-out loss", steps, problem, clip=1.0, precision=precision)
 
 
 def source() -> bytes:

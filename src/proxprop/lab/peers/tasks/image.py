@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from proxprop.lab.peers.task import Batch, Measured, Problem, Task, drawn
+from proxprop.lab.peers.task import Batch, Measured, Problem, Size, Task, drawn
 from proxprop.lab.refusal import Refused, install
 
 OMEGA = 30.0
@@ -20,7 +20,7 @@ class Sine(nn.Module):
         return torch.sin(OMEGA * x)
 
 
-def make(name: str, size: str, shrink: int, width: int, layers: int, batch: int, steps: int) -> Task:
+def make(name: str, size: Size, shrink: int, width: int, layers: int, batch: int, steps: int) -> Task:
     """The task for the image shrunk by a factor, and so many hidden layers."""
 
     def problem(device: torch.device) -> Problem:
@@ -36,7 +36,7 @@ def make(name: str, size: str, shrink: int, width: int, layers: int, batch: int,
         f"pixels of scikit-learn's china.jpg shrunk {shrink} times; SIREN of {layers} hidden layers "
         f"of {width}; squared error of colours in [-1, 1]; batch {batch}"
     )
-    return Task(name, about, "gpu" if size == "gpu" else "cpu", "loss over all pixels", steps, problem)
+    return Task(name, about, size, "loss over all pixels", steps, problem)
 
 
 def pixels(shrink: int) -> tuple[Tensor, Tensor]:
@@ -69,7 +69,8 @@ def _uniform(layer: nn.Linear, bound: float) -> nn.Linear:
 def loss(model: nn.Module, batch: Batch) -> Tensor:
     """Mean squared error of the colours."""
     positions, colours = batch
-    return (model(positions) - colours).square().mean()
+    found: Tensor = (model(positions) - colours).square().mean()
+    return found
 
 
 TASKS = (

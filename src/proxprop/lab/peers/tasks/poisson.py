@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from proxprop.lab.peers.task import Batch, Measured, Problem, Task
+from proxprop.lab.peers.task import Batch, Measured, Problem, Size, Task
 
 MODES = ((1, 1, 1.0), (3, 2, 0.5))
 """The solution is a sum of a·sin(jπx)·sin(kπy) over these (j, k, a)."""
@@ -15,7 +15,7 @@ FORCE = sum((a * (j**2 + k**2) * math.pi**2) ** 2 / 4 for j, k, a in MODES)
 """The mean square of f, which the squared residual is divided by, so that the loss begins near one."""
 
 
-def make(name: str, size: str, width: int, layers: int, batch: int, steps: int) -> Task:
+def make(name: str, size: Size, width: int, layers: int, batch: int, steps: int) -> Task:
     """The task for a tanh network, `batch` points inside and a quarter as many on the edge."""
 
     def problem(device: torch.device) -> Problem:
@@ -35,10 +35,10 @@ def make(name: str, size: str, width: int, layers: int, batch: int, steps: int) 
 
     about = (
         f"−Δu = f on the unit square, u = 0 on its edge; tanh network of {layers} hidden layers of {width}; squared "
-        f"residual, relative to f's, + squared error on the edge; {batch} points inside and {batch // 4} on it, always fresh"
+        f"residual, relative to f's, + squared error on the edge; {batch} points inside and {batch // 4} on it, "
+        "always fresh"
     )
-    where = "gpu" if size == "gpu" else "cpu"
-    return Task(name, about, where, "relative error of u", steps, problem, derivatives=True)
+    return Task(name, about, size, "relative error of u", steps, problem, derivatives=True)
 
 
 def solution(x: Tensor) -> Tensor:
@@ -89,7 +89,8 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
         torch.autograd.grad(slope[:, i].sum(), x, create_graph=True)[0][: len(inside), i] for i in (0, 1)
     ]
     residual = (second[0] + second[1])[:, None] + force(inside)
-    return residual.square().mean() / FORCE + u[len(inside) :].square().mean()
+    found: Tensor = residual.square().mean() / FORCE + u[len(inside) :].square().mean()
+    return found
 
 
 TASKS = (
