@@ -34,6 +34,8 @@ docs: .venv/.installed  ## rewrite the documents that are made from tests and re
 	$(BIN)/python benchmarks/report.py > docs/performance.md.new && mv docs/performance.md.new docs/performance.md
 	$(BIN)/python benchmarks/scaling.py > docs/scaling.md.new && mv docs/scaling.md.new docs/scaling.md
 	$(BIN)/python benchmarks/running.py > docs/running.md.new && mv docs/running.md.new docs/running.md
+	$(BIN)/proxprop bench write
+	$(BIN)/python -m proxprop.lab.peers.page > docs/peers.md.new && mv docs/peers.md.new docs/peers.md
 
 clean:  ## remove everything that was built or installed
 	rm -rf .venv out .pytest_cache .mypy_cache .ruff_cache .hypothesis

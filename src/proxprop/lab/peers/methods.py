@@ -14,7 +14,7 @@ from proxprop.lab.peers.spaces import Setting
 from proxprop.lab.peers.task import Task
 from proxprop.lab.refusal import Refused, install
 
-Make = Callable[[nn.Module, Setting], list[Optimizer]]
+Make = Callable[[nn.Module, Setting, Task], list[Optimizer]]
 MOMENTUM = 0.9
 RMSPROP = 3  # among the graftings of pytorch_optimizer
 
@@ -26,7 +26,7 @@ class Method:
     Args:
         name: for the command line.
         title: for people.
-        optimizers: made of the model and a setting.
+        optimizers: made of the model, a setting and the task.
         solver: ProxProp's, or None for a method without it.
         running: whether S is a running average instead of the batch's.
     """
@@ -49,10 +49,10 @@ class Method:
         step (`proxprop.attach`), as an immediate step has no second derivative. The direction is the same.
         """
         if self.solver is None:
-            return self.optimizers(model, setting)
+            return self.optimizers(model, setting, task)
         tau_theta = 1.0 if setting.tau_theta is None else setting.tau_theta
         proxprop.convert(model, self.solver, tau_theta, scaling="gradient")
-        optimizers = self.optimizers(model, setting)
+        optimizers = self.optimizers(model, setting, task)
         if self.running:
             proxprop.attach(optimizers, model, running=proxprop.Running(damping=setting.damping))
         elif task.derivatives:
@@ -60,7 +60,7 @@ class Method:
         return optimizers
 
 
-def _sgd(model: nn.Module, setting: Setting) -> list[Optimizer]:
+def _sgd(model: nn.Module, setting: Setting, task: Task) -> list[Optimizer]:
     return [
         torch.optim.SGD(
             model.parameters(),
@@ -73,7 +73,7 @@ def _sgd(model: nn.Module, setting: Setting) -> list[Optimizer]:
     ]
 
 
-def _adamw(model: nn.Module, setting: Setting) -> list[Optimizer]:
+def _adamw(model: nn.Module, setting: Setting, task: Task) -> list[Optimizer]:
     return [_adamw_of(list(model.parameters()), setting, _fused(model))]
 
 
@@ -81,25 +81,25 @@ def _adamw_of(parameters: list[nn.Parameter], setting: Setting, fused: bool | No
     return torch.optim.AdamW(parameters, lr=setting.lr, weight_decay=setting.weight_decay, fused=fused)
 
 
-def _muon(model: nn.Module, setting: Setting) -> list[Optimizer]:
+def _muon(model: nn.Module, setting: Setting, task: Task) -> list[Optimizer]:
     """Muon for hidden matrices and filters, AdamW at the same rate for embeddings, the last layer and vectors."""
     matrices, rest = hidden_and_rest(model)
     muon = Muon(matrices, setting.lr, setting.weight_decay)
     return [muon, _adamw_of(rest, setting, _fused(model))]
 
 
-def _schedule_free(model: nn.Module, setting: Setting) -> list[Optimizer]:
+def _schedule_free(model: nn.Module, setting: Setting, task: Task) -> list[Optimizer]:
     """The warm-up is the loop's own, so that it is the same for every method."""
     package = _package("schedulefree")
     return [package.AdamWScheduleFree(model.parameters(), lr=setting.lr, weight_decay=setting.weight_decay)]
 
 
-def _soap(model: nn.Module, setting: Setting) -> list[Optimizer]:
+def _soap(model: nn.Module, setting: Setting, task: Task) -> list[Optimizer]:
     package = _package("pytorch_optimizer")
     return [package.SOAP(model.parameters(), lr=setting.lr, weight_decay=setting.weight_decay)]
 
 
-def _shampoo(model: nn.Module, setting: Setting) -> list[Optimizer]:
+def _shampoo(model: nn.Module, setting: Setting, task: Task) -> list[Optimizer]:
     """Shampoo with the length of RMSProp's step, its roots computed every ten steps."""
     package = _package("pytorch_optimizer")
     return [
@@ -115,7 +115,7 @@ def _shampoo(model: nn.Module, setting: Setting) -> list[Optimizer]:
     ]
 
 
-def _ikfac(model: nn.Module, setting: Setting) -> list[Optimizer]:
+def _ikfac(model: nn.Module, setting: Setting, task: Task) -> list[Optimizer]:
     """Inverse-free K-FAC for linear and convolutional layers, AdamW for the rest."""
     package = _package("singd.optim.optimizer")
     known = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
@@ -128,6 +128,7 @@ def _ikfac(model: nn.Module, setting: Setting) -> list[Optimizer]:
             lr=setting.lr,
             weight_decay=setting.weight_decay,
             damping=setting.damping,
+            loss_average="batch+sequence" if task.sequences else "batch",
             kfac_like=True,
             warn_unsupported=False,
         )

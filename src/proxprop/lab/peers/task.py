@@ -45,6 +45,7 @@ class Task:
         clip: the largest norm of all gradients together, or None.
         precision: fp32, tf32 or bf16.
         derivatives: whether the loss holds derivatives of the model, so that backward runs through backward.
+        sequences: whether a sample is a sequence, over whose positions the loss is a mean too.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Task:
     clip: float | None = None
     precision: str = "fp32"
     derivatives: bool = False
+    sequences: bool = False
 
     @property
     def every(self) -> int:

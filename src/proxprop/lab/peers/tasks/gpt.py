@@ -110,7 +110,9 @@ def make(
         f"bytes of Python's own standard library; GPT of {layers} layers, {width} wide; {samples} windows of "
         f"{positions} bytes a step; nats a byte"
     )
-    return Task(name, about, size, "held-out loss", steps, problem, clip=1.0, precision=precision)
+    return Task(
+        name, about, size, "held-out loss", steps, problem, clip=1.0, precision=precision, sequences=True
+    )
 
 
 def source() -> bytes:

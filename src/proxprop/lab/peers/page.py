@@ -1,0 +1,257 @@
+"""docs/peers.md, written from the records alone: `python -m proxprop.lab.peers.page > docs/peers.md`."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from proxprop.lab.peers import analysis
+from proxprop.lab.peers.analysis import Cell, Spread
+from proxprop.lab.peers.figures import Cells
+from proxprop.lab.peers.methods import METHODS
+from proxprop.lab.peers.protocol import REFERENCE, SEEDS, TRIALS
+from proxprop.lab.peers.record import command
+from proxprop.lab.peers.spaces import SPACES, setting
+from proxprop.lab.peers.store import Store
+from proxprop.lab.peers.tasks import TASKS
+from proxprop.lab.reproduction.markdown import table
+
+FOLDER = Path("results/peers")
+BASES = ("sgd", "adamw", "muon")
+
+HEAD = f"""# Against its peers: is this for me?
+
+Every method gets {TRIALS} quasi-random trials in a space that was written down beforehand (`lab/peers/spaces.py`).
+The trial with the lowest score at the end of its schedule is run again with {SEEDS} fresh seeds. A task's target is the
+median last score of tuned AdamW and was fixed before any other method was run. `proxprop bench` runs it all, and
+`make docs` writes this page from `results/peers/*.csv`.
+"""
+
+SMALL = """\
+The tasks below are sized for one CPU core: networks of some ten thousand weights and less than a thousand steps or so.
+What they say need not hold for large networks. Tasks for a GPU are listed at the end. They have not been run.
+"""
+
+VERDICTS = """\
+A cell is the median last score over seeds, lower is better, and in brackets that score divided by the target. The best
+ProxProp *wins* or *loses* against the best peer if the 95 % bootstrap intervals of the two medians do not overlap.
+"""
+
+LIFTS = """## What S brings to an optimizer you already use
+
+The last score with S, divided by that of the same optimizer without it, both tuned: below 1 S helps. An arrow marks
+intervals that do not overlap: ↑ where S is better, ↓ where it is worse.
+"""
+
+ONE = f"""## One setting for all tasks
+
+Trial k of a method is the same setting in every task. The table shows the trial with the lowest geometric mean over
+tasks of score divided by target, that mean, and the mean with a setting for each task. A method that fails in some task
+with every setting has none. "Decades" is the width of the range of learning rates that end within 5 % (in brackets:
+within a factor of 2) of the method's best trial, mean over tasks. It is estimated as the part of the trials that do,
+times the decades searched. {TRIALS} trials vary everything at once, so it is coarse.
+"""
+
+TO_TARGET = f"""## To the target, task by task
+
+Steps and seconds to the target are medians over seeds with the 95 % interval of their bootstrap, ∞ where the target was
+not reached. Seconds are steps times the time of a step, which is measured apart from training, with all methods in
+turns and nothing else running (`proxprop bench time`). Memory is the most that a method holds, weights included and
+data excluded. "Failed" counts trials. Every row is run again by its command, with seeds 1 to {SEEDS}.
+"""
+
+
+def page(store: Store) -> str:
+    """The whole page."""
+    found = analysis.cells(store.all(TASKS), store.targets(), store.times())
+    if not found:
+        return "\n".join([HEAD, "Nothing has been run yet.", "", *open_tasks(found)])
+    parts = [HEAD, *answer(found), *lifts(found), *one(found)]
+    parts += ["![All tasks](../results/peers/all.png)", "", TO_TARGET]
+    for task in tasks_of(found):
+        parts += to_target([found[task, name] for name in METHODS if (task, name) in found])
+    return "\n".join([*parts, *open_tasks(found)])
+
+
+def tasks_of(found: Cells) -> list[str]:
+    """Tasks with at least one method beside the reference."""
+    names = dict.fromkeys(task for task, _ in found)
+    return [name for name in names if sum(task == name for task, _ in found) > 1]
+
+
+def answer(found: Cells) -> list[str]:
+    """The first screen: counts, and a row for each task."""
+    rows, outcomes = [], []
+    for task in tasks_of(found):
+        peers = [c for (name, m), c in found.items() if name == task and not METHODS[m].ours]
+        ours = [c for (name, m), c in found.items() if name == task and METHODS[m].ours]
+        if not ours:
+            continue
+        peer, mine = (min(group, key=lambda cell: cell.score.middle) for group in (peers, ours))
+        outcomes.append(analysis.verdict(mine.score, peer.score))
+        reference = found[task, REFERENCE]
+        rows.append(
+            [
+                task,
+                shown(reference),
+                f"{title(peer)} {shown(peer)}",
+                f"{title(mine)} {shown(mine)}",
+                outcomes[-1],
+            ]
+        )
+    if not rows:
+        return []
+    count = {word: outcomes.count(word) for word in ("wins", "ties", "loses")}
+    said = (
+        f"**Against the best peer of each task, the best ProxProp wins {count['wins']}, ties {count['ties']} and loses "
+        f"{count['loses']} of {len(rows)} small tasks.**"
+    )
+    head = ["task", "AdamW", "best peer", "best ProxProp", "ProxProp"]
+    return [said, "", SMALL, table(head, rows), "", VERDICTS, *bases(found)]
+
+
+def bases(found: Cells) -> list[str]:
+    """For each optimizer, in how many tasks S helps and harms it."""
+    lines = []
+    for base in BASES:
+        counts = {"wins": 0, "ties": 0, "loses": 0}
+        for task in tasks_of(found):
+            fed = [
+                found[task, name] for name in METHODS if name.endswith(f"+{base}") and (task, name) in found
+            ]
+            if fed and (task, base) in found:
+                best = min(fed, key=lambda cell: cell.score.middle)
+                counts[analysis.verdict(best.score, found[task, base].score)] += 1
+        lines.append(
+            f"- You use **{METHODS[base].title}**: the best of ProxProp's directions under it is better in "
+            f"{counts['wins']} tasks, no different in {counts['ties']}, worse in {counts['loses']}."
+        )
+    return [*lines, ""]
+
+
+def lifts(found: Cells) -> list[str]:
+    """Each way to feed an optimizer, against the optimizer alone."""
+    tasks = tasks_of(found)
+    rows = []
+    for name, method in METHODS.items():
+        if method.ours:
+            base = name.partition("+")[2]
+            rows.append([method.title, *(_lift(found.get((t, name)), found.get((t, base))) for t in tasks)])
+    return [LIFTS, table(["direction", *tasks], rows), ""]
+
+
+def _lift(fed: Cell | None, alone: Cell | None) -> str:
+    if fed is None or alone is None:
+        return ""
+    if not math.isfinite(fed.score.middle):
+        return "fails"
+    if not math.isfinite(alone.score.middle):
+        return "fails alone ↑"
+    mark = {"wins": " ↑", "loses": " ↓", "ties": ""}[analysis.verdict(fed.score, alone.score)]
+    return f"{fed.score.middle / alone.score.middle:.2f}{mark}"
+
+
+def one(found: Cells) -> list[str]:
+    """One setting for all tasks."""
+    tasks = tasks_of(found)
+    rows = []
+    for name, method in METHODS.items():
+        chosen = [found[task, name] for task in tasks if (task, name) in found]
+        if not chosen or len(chosen) < len(tasks):
+            continue
+        widths = [
+            sum(analysis.width(cell, close) for cell in chosen) / len(chosen)
+            for close in (analysis.CLOSE, 2.0)
+        ]
+        failed = sum(cell.failures for cell in chosen)
+        result = analysis.one_setting(chosen)
+        cells = (
+            ["none", "", ""]
+            if result is None
+            else [_setting(name, result[0]), f"{result[1]:.2f}", f"{result[2]:.2f}"]
+        )
+        searched = math.log10(SPACES[name].lr[1] / SPACES[name].lr[0])
+        decades = f"{widths[0]:.1f} ({widths[1]:.1f}) of {searched:.1f}"
+        rows.append((math.inf if result is None else result[1], [method.title, *cells, decades, str(failed)]))
+    rows.sort(key=lambda row: row[0])
+    total = TRIALS * len(tasks)
+    head = ["method", "setting", "one for all", "one for each", "decades", f"failed of {total} trials"]
+    return [ONE, table(head, [cells for _, cells in rows]), ""]
+
+
+def _setting(name: str, trial: int) -> str:
+    """A trial's setting in words."""
+    chosen = setting(name, trial)
+    parts = [f"lr {chosen.lr:.2g}", f"weight decay {chosen.weight_decay:.1g}", chosen.schedule]
+    parts += [f"warm-up {chosen.warmup:.2g}"]
+    parts += [] if chosen.tau_theta is None else [f"τ_θ {chosen.tau_theta:.2g}"]
+    parts += [] if chosen.damping is None else [f"damping {chosen.damping:.2g}"]
+    return ", ".join(parts)
+
+
+def to_target(chosen: Sequence[Cell]) -> list[str]:
+    """One task: what it is, and a row for each method."""
+    task, first = TASKS[chosen[0].task], chosen[0].trials[0]
+    accuracy = not math.isnan(chosen[0].mean("accuracy"))
+    head = ["method", "steps", "seconds", "ms a step", task.score, "training loss"]
+    head += ["accuracy", "test accuracy"] if accuracy else []
+    head += ["MB", "failed", "command"]
+    rows = []
+    for cell in sorted(chosen, key=lambda cell: cell.score.middle):
+        row = [title(cell), interval(cell.steps, "{:.0f}"), interval(cell.seconds, "{:.2g}")]
+        row += [f"{cell.ms:.2f} ({cell.way})" if cell.way else "–"]
+        row += [interval(cell.score, "{:.3g}"), _number(cell.mean("train_loss"))]
+        if accuracy:
+            row += [f"{100 * cell.mean(name):.1f} %" for name in ("accuracy", "test_accuracy")]
+        row += [_number(cell.megabytes), f"{cell.failures} of {len(cell.trials)}"]
+        again = command(cell.task, cell.method, cell.chosen, 1) if cell.chosen is not None else "–"
+        rows.append([*row, f"`{again}`"])
+    about = (
+        f"{task.about}. {task.steps:,} steps; target {chosen[0].target:g}. Run on {first.device} with {first.threads} "
+        f"thread, torch {first.torch}, commit {first.commit:.7}."
+    )
+    figure = f"![{task.name}](../results/peers/{task.name}.png)"
+    return [f"### {task.name}", "", about, "", table(head, rows), "", figure, ""]
+
+
+def open_tasks(found: Cells) -> list[str]:
+    """What was not run."""
+    missing = [
+        f"- `{name}` ({task.size}): {task.about}. `proxprop bench --task {name}`"
+        for name, task in TASKS.items()
+        if name not in tasks_of(found)
+    ]
+    partly = [
+        f"- `{task}`: {', '.join(lacking)}"
+        for task in tasks_of(found)
+        if (lacking := [name for name in METHODS if (task, name) not in found])
+    ]
+    parts = ["## Not yet run", "", *missing, ""]
+    return [*parts, "Methods that are still missing in a task above:", "", *partly, ""] if partly else parts
+
+
+def title(cell: Cell) -> str:
+    """A method's title."""
+    return METHODS[cell.method].title
+
+
+def shown(cell: Cell) -> str:
+    """A score, and its ratio to the target."""
+    middle = cell.score.middle
+    return f"{middle:.3g} ({middle / cell.target:.2f})" if math.isfinite(middle) else "failed"
+
+
+def interval(spread: Spread, form: str) -> str:
+    """A median and its interval."""
+    cells = [
+        "∞" if math.isinf(v) else "–" if math.isnan(v) else form.format(v)
+        for v in (spread.middle, spread.low, spread.high)
+    ]
+    return cells[0] if len(set(cells)) == 1 else f"{cells[0]} ({cells[1]}–{cells[2]})"
+
+
+def _number(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.3g}"
+
+
+if __name__ == "__main__":
+    print(page(Store(FOLDER)), end="")
