@@ -8,6 +8,7 @@ from statistics import median
 import numpy as np
 
 from proxprop.lab.peers import protocol
+from proxprop.lab.peers.methods import METHODS
 from proxprop.lab.peers.record import Run
 from proxprop.lab.peers.spaces import SPACES
 
@@ -51,6 +52,11 @@ class Cell:
     megabytes: float = math.nan
 
     @property
+    def searched(self) -> float:
+        """The lowest last score among the trials, which methods of a group are chosen by; seeds only judge."""
+        return min(run.score for run in self.trials)
+
+    @property
     def score(self) -> Spread:
         """The last score."""
         return spread([run.score for run in self.seeds])
@@ -74,6 +80,10 @@ class Cell:
         """The mean over seeds of something measured at the end."""
         values = [float(getattr(run, name)) for run in self.seeds]
         return sum(values) / len(values) if values else math.nan
+
+
+Cells = Mapping[tuple[str, str], Cell]
+"""Task and method to what was found."""
 
 
 def cells(
@@ -101,6 +111,21 @@ def cells(
                 float(row["megabytes"]),
             )
     return found
+
+
+def tasks_of(found: Cells) -> list[str]:
+    """Tasks in which something was compared: with one of ProxProp's methods and a peer beside the reference."""
+    kinds: dict[str, set[bool]] = {}
+    for task, method in found:
+        if method != protocol.REFERENCE:
+            kinds.setdefault(task, set()).add(METHODS[method].ours)
+    return [task for task, both in kinds.items() if len(both) == 2]
+
+
+def methods_of(found: Cells) -> list[str]:
+    """Methods whose protocol was carried out in every one of these tasks."""
+    tasks = tasks_of(found)
+    return [name for name in METHODS if all((task, name) in found for task in tasks)]
 
 
 def spread(values: Sequence[float]) -> Spread:

@@ -1,7 +1,8 @@
 """One figure for each task and one for all of them; pure functions of the records."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from proxprop.lab.figures.save import save
 from proxprop.lab.figures.style import FAINT, styled
 from proxprop.lab.peers import analysis
-from proxprop.lab.peers.analysis import Cell
+from proxprop.lab.peers.analysis import Cell, Cells
 from proxprop.lab.peers.methods import METHODS
 from proxprop.lab.peers.store import Store
 from proxprop.lab.peers.tasks import TASKS
@@ -34,15 +35,15 @@ LOOKS: dict[str, dict[str, Any]] = {
 """The colour says the optimizer, dash and marker what it is fed; peers' lines are dashed."""
 
 FACTORS = np.geomspace(1, 16, 200)
-Cells = Mapping[tuple[str, str], Cell]
 
 
 def write(store: Store) -> None:
     """Draw every figure that the records allow."""
     found = analysis.cells(store.all(TASKS), store.targets(), store.times())
-    for task in dict.fromkeys(name for name, _ in found):
+    tasks = analysis.tasks_of(found)
+    for task in tasks:
         save(task_figure(_of(found, task)), store.folder / f"{task}.png")
-    if found:
+    if tasks:
         save(overview(found), store.folder / "all.png")
 
 
@@ -165,11 +166,11 @@ def overview(found: Cells) -> Any:
 
 def _profile(ax: Any, found: Cells, what: str) -> None:
     costs: dict[str, dict[str, float]] = {}
-    for (task, method), cell in found.items():
-        cost = getattr(cell, what).middle
+    for task, method in product(analysis.tasks_of(found), analysis.methods_of(found)):
+        cost = getattr(found[task, method], what).middle
         if not math.isnan(cost):
             costs.setdefault(task, {})[method] = cost
-    ax.set_title(f"tasks whose target is reached, over {what} relative to the best")
+    ax.set_title(f"{what} to the target, within a factor of the fewest")
     if not costs:
         ax.text(0.5, 0.5, "not timed yet", transform=ax.transAxes, ha="center")
         return
@@ -179,14 +180,14 @@ def _profile(ax: Any, found: Cells, what: str) -> None:
         shifted = np.array(profiles[method]) + 0.004 * (index - 7)
         ax.plot(FACTORS, shifted, label=_title(method), markevery=(11 * index % 40, 40), **LOOKS[method])
     ax.set_xscale("log", base=2)
-    ax.set_xlabel(f"{what} to the target, divided by the fastest method's")
+    ax.set_xlabel(f"{what}, divided by the fewest of any method")
     ax.set_ylabel(f"part of {len(costs)} tasks")
     ax.set_ylim(-0.05, 1.05)
 
 
 def _heat(ax: Any, found: Cells) -> None:
     """The last score divided by the target: below one is better than tuned AdamW."""
-    tasks = list(dict.fromkeys(task for task, _ in found))
+    tasks = analysis.tasks_of(found)
     methods = [name for name in METHODS if any((task, name) in found for task in tasks)]
     values = np.array([[_ratio(found.get((task, method))) for task in tasks] for method in methods])
     ax.imshow(np.log2(np.clip(values, 1 / 8, 8)), cmap="PuOr_r", vmin=-3, vmax=3, aspect="auto")
@@ -208,8 +209,7 @@ def _ratio(cell: Cell | None) -> float:
 
 def _settings(ax: Any, found: Cells) -> None:
     """One setting for all tasks beside one for each."""
-    tasks = {task for task, _ in found}
-    methods = [name for name in METHODS if all((task, name) in found for task in tasks)]
+    tasks, methods = analysis.tasks_of(found), analysis.methods_of(found)
     rows = [(name, analysis.one_setting([found[task, name] for task in tasks])) for name in methods]
     rows.sort(key=lambda row: -math.inf if row[1] is None else -row[1][1])
     for height, (method, result) in enumerate(rows):

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from proxprop.lab.peers import analysis
-from proxprop.lab.peers.analysis import Cell, Spread
-from proxprop.lab.peers.figures import Cells
+from proxprop.lab.peers.analysis import Cell, Cells, Spread, methods_of, tasks_of
 from proxprop.lab.peers.methods import METHODS
 from proxprop.lab.peers.protocol import REFERENCE, SEEDS, TRIALS
 from proxprop.lab.peers.record import command
@@ -17,6 +16,7 @@ from proxprop.lab.reproduction.markdown import table
 
 FOLDER = Path("results/peers")
 BASES = ("sgd", "adamw", "muon")
+DIRECTIONS = {"exact": "`Exact()`", "cg3": "`CG(3)`", "running": "a running S"}
 
 HEAD = f"""# Against its peers: is this for me?
 
@@ -32,8 +32,9 @@ What they say need not hold for large networks. Tasks for a GPU are listed at th
 """
 
 VERDICTS = """\
-A cell is the median last score over seeds, lower is better, and in brackets that score divided by the target. The best
-ProxProp *wins* or *loses* against the best peer if the 95 % bootstrap intervals of the two medians do not overlap.
+A cell is the median last score over fresh seeds, lower is better, and in brackets that score divided by the target. Best
+means the lowest score among the trials. The best ProxProp *wins* or *loses* against the best peer if the 95 % bootstrap
+intervals of the two medians do not overlap.
 """
 
 LIFTS = """## What S brings to an optimizer you already use
@@ -63,7 +64,7 @@ data excluded. "Failed" counts trials. Every row is run again by its command, wi
 def page(store: Store) -> str:
     """The whole page."""
     found = analysis.cells(store.all(TASKS), store.targets(), store.times())
-    if not found:
+    if not tasks_of(found):
         return "\n".join([HEAD, "Nothing has been run yet.", "", *open_tasks(found)])
     parts = [HEAD, *answer(found), *lifts(found), *one(found)]
     parts += ["![All tasks](../results/peers/all.png)", "", TO_TARGET]
@@ -72,21 +73,13 @@ def page(store: Store) -> str:
     return "\n".join([*parts, *open_tasks(found)])
 
 
-def tasks_of(found: Cells) -> list[str]:
-    """Tasks with at least one method beside the reference."""
-    names = dict.fromkeys(task for task, _ in found)
-    return [name for name in names if sum(task == name for task, _ in found) > 1]
-
-
 def answer(found: Cells) -> list[str]:
     """The first screen: counts, and a row for each task."""
     rows, outcomes = [], []
     for task in tasks_of(found):
         peers = [c for (name, m), c in found.items() if name == task and not METHODS[m].ours]
         ours = [c for (name, m), c in found.items() if name == task and METHODS[m].ours]
-        if not ours:
-            continue
-        peer, mine = (min(group, key=lambda cell: cell.score.middle) for group in (peers, ours))
+        peer, mine = (min(group, key=lambda cell: cell.searched) for group in (peers, ours))
         outcomes.append(analysis.verdict(mine.score, peer.score))
         reference = found[task, REFERENCE]
         rows.append(
@@ -98,8 +91,6 @@ def answer(found: Cells) -> list[str]:
                 outcomes[-1],
             ]
         )
-    if not rows:
-        return []
     count = {word: outcomes.count(word) for word in ("wins", "ties", "loses")}
     said = (
         f"**Against the best peer of each task, the best ProxProp wins {count['wins']}, ties {count['ties']} and loses "
@@ -113,19 +104,20 @@ def bases(found: Cells) -> list[str]:
     """For each optimizer, in how many tasks S helps and harms it."""
     lines = []
     for base in BASES:
-        counts = {"wins": 0, "ties": 0, "loses": 0}
-        for task in tasks_of(found):
-            fed = [
-                found[task, name] for name in METHODS if name.endswith(f"+{base}") and (task, name) in found
-            ]
-            if fed and (task, base) in found:
-                best = min(fed, key=lambda cell: cell.score.middle)
-                counts[analysis.verdict(best.score, found[task, base].score)] += 1
-        lines.append(
-            f"- You use **{METHODS[base].title}**: the best of ProxProp's directions under it is better in "
-            f"{counts['wins']} tasks, no different in {counts['ties']}, worse in {counts['loses']}."
-        )
-    return [*lines, ""]
+        parts = []
+        for name in (name for name, method in METHODS.items() if method.ours and name.endswith(f"+{base}")):
+            pairs = [(found.get((t, name)), found.get((t, base))) for t in tasks_of(found)]
+            words = [analysis.verdict(fed.score, alone.score) for fed, alone in pairs if fed and alone]
+            if words:
+                better, worse = words.count("wins"), words.count("loses")
+                parts.append(f"{DIRECTIONS[name.partition('+')[0]]} {better} better, {worse} worse")
+        if parts:
+            lines.append(f"- You use **{METHODS[base].title}**: {'; '.join(parts)}.")
+    total = len(tasks_of(found))
+    said = (
+        f"In how many of {total} tasks S makes an optimizer's last score better or worse; the rest are ties:"
+    )
+    return [said, "", *lines, ""]
 
 
 def lifts(found: Cells) -> list[str]:
@@ -154,10 +146,8 @@ def one(found: Cells) -> list[str]:
     """One setting for all tasks."""
     tasks = tasks_of(found)
     rows = []
-    for name, method in METHODS.items():
-        chosen = [found[task, name] for task in tasks if (task, name) in found]
-        if not chosen or len(chosen) < len(tasks):
-            continue
+    for name in methods_of(found):
+        chosen = [found[task, name] for task in tasks]
         widths = [
             sum(analysis.width(cell, close) for cell in chosen) / len(chosen)
             for close in (analysis.CLOSE, 2.0)
@@ -171,7 +161,9 @@ def one(found: Cells) -> list[str]:
         )
         searched = math.log10(SPACES[name].lr[1] / SPACES[name].lr[0])
         decades = f"{widths[0]:.1f} ({widths[1]:.1f}) of {searched:.1f}"
-        rows.append((math.inf if result is None else result[1], [method.title, *cells, decades, str(failed)]))
+        rows.append(
+            (math.inf if result is None else result[1], [METHODS[name].title, *cells, decades, str(failed)])
+        )
     rows.sort(key=lambda row: row[0])
     total = TRIALS * len(tasks)
     head = ["method", "setting", "one for all", "one for each", "decades", f"failed of {total} trials"]

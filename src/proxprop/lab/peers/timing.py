@@ -18,8 +18,8 @@ from proxprop.lab import devices
 from proxprop.lab.peers import protocol
 from proxprop.lab.peers.memory import peak
 from proxprop.lab.peers.methods import METHODS
-from proxprop.lab.peers.run import Trained
-from proxprop.lab.peers.spaces import setting
+from proxprop.lab.peers.run import Trained, problem
+from proxprop.lab.peers.spaces import Setting, setting
 from proxprop.lab.peers.store import Store
 from proxprop.lab.peers.task import Task
 from proxprop.lab.peers.tasks import TASKS
@@ -55,6 +55,7 @@ def time_task(
 ) -> list[dict[str, str]]:
     """Rows of times.csv for methods at their trials."""
     where = environment(device)
+    problem(task, device)  # its data is no method's memory
     steps: dict[tuple[str, str], Step] = {}
     memory: dict[tuple[str, str], int] = {}
     with devices.matmul_precision(task.precision):
@@ -62,10 +63,8 @@ def time_task(
             for way in ways:
                 if way == "graph" and (name not in GRAPHED or device.type != "cuda"):
                     continue
-                kept: list[Step] = []
-                make = partial(_step, task, name, trial, device, way)
-                memory[name, way] = peak(lambda make=make, kept=kept: kept.append(make()), device)  # type: ignore[misc]
-                steps[name, way] = kept[0]
+                make = partial(_step, task, name, setting(name, trial), device, way)
+                steps[name, way], memory[name, way] = peak(make, device)
         times = interleaved(steps, device, rounds)
     shared = {key: str(where[key] or "") for key in ("commit", "torch", "device", "threads", "time")}
     return [
@@ -103,9 +102,9 @@ def _spread(times: list[float]) -> dict[str, str]:
     return {"ms": f"{median(times):.4g}", "low": f"{low:.4g}", "high": f"{high:.4g}"}
 
 
-def _step(task: Task, name: str, trial: int, device: torch.device, way: str) -> Step:
+def _step(task: Task, name: str, chosen: Setting, device: torch.device, way: str) -> Step:
     """A warm step of a method in a way."""
-    trained = Trained(task, METHODS[name], setting(name, trial), protocol.TRIAL_SEED, device)
+    trained = Trained(task, METHODS[name], chosen, protocol.TRIAL_SEED, device)
     if way == "compile":
         torch.compiler.reset()
         trained.model.compile()

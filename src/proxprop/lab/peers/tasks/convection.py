@@ -32,7 +32,7 @@ def make(name: str, size: Size, beta: float, width: int, layers: int, batch: int
 
     about = (
         f"u_t + {beta:g}·u_x = 0 on a circle, u = sin x at the start; tanh network of {layers} hidden layers of "
-        f"{width};  squared residual, divided by β², + squared error at the start; {batch} points, always fresh"
+        f"{width}; squared residual, divided by β², + squared error at the start; {batch} points, always fresh"
     )
     return Task(name, about, size, "relative error of u", steps, problem, derivatives=True)
 
