@@ -82,6 +82,18 @@ def test_a_step_of_ours_is_not_the_optimizers_own(method):
     assert any(not torch.allclose(a, b, rtol=1e-5) for a, b in pairs)
 
 
+def test_batch_normalisations_see_the_weights_that_are_measured():
+    trained = Trained(SMALL["cifar10"], METHODS["schedule-free"], SETTING, 1, CPU)
+    trained.step()
+    before = trained.model[1].running_mean.clone()
+    trained.measure()
+    assert not torch.equal(trained.model[1].running_mean, before)
+    plain = Trained(SMALL["cifar10"], METHODS["adamw"], SETTING, 1, CPU)
+    before = plain.model[1].running_mean.clone()
+    plain.measure()
+    assert torch.equal(plain.model[1].running_mean, before)
+
+
 def test_one_seed_gives_one_result():
     scores = [run(SMALL["digits"], METHODS["running+adamw"], SETTING, 3, CPU).scores for _ in range(2)]
     assert scores[0] == scores[1]

@@ -1,4 +1,4 @@
-"""One figure for each task and one for all of them; pure functions of the records."""
+"""One figure for each task and two for all of them; pure functions of the records."""
 
 import math
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from proxprop.lab.figures.save import save
 from proxprop.lab.figures.style import FAINT, styled
 from proxprop.lab.peers import analysis
 from proxprop.lab.peers.analysis import Cell, Cells
+from proxprop.lab.peers.costs import costs
 from proxprop.lab.peers.methods import METHODS
 from proxprop.lab.peers.store import Store
 from proxprop.lab.peers.tasks import TASKS
@@ -45,6 +46,7 @@ def write(store: Store) -> None:
         save(task_figure(_of(found, task)), store.folder / f"{task}.png")
     if tasks:
         save(overview(found), store.folder / "all.png")
+        save(costs(found), store.folder / "costs.png")
 
 
 def _of(found: Cells, task: str) -> list[Cell]:
@@ -223,6 +225,8 @@ def _settings(ax: Any, found: Cells) -> None:
         ax.plot([one], [height], marker=look["marker"], markersize=7, color=look["color"])
     ax.axvline(1, color=FAINT, linewidth=0.9, zorder=1)
     ax.set_xscale("log")
+    for axis in (ax.xaxis.set_major_formatter, ax.xaxis.set_minor_formatter):
+        axis("{x:.2g}")
     ax.set_yticks(range(len(rows)), [_title(method) for method, _ in rows], fontsize=8.5)
     ax.set_xlabel("score divided by the target, geometric mean over tasks")
     ax.set_title("one setting for all tasks (marker), one for each (bar)")

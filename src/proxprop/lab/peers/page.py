@@ -1,7 +1,7 @@
 """docs/peers.md, written from the records alone: `python -m proxprop.lab.peers.page > docs/peers.md`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from proxprop.lab.peers import analysis
@@ -16,6 +16,10 @@ from proxprop.lab.reproduction.markdown import table
 
 FOLDER = Path("results/peers")
 BASES = ("sgd", "adamw", "muon")
+FIGURES = {
+    "all": "All tasks: profiles, last scores, one setting",
+    "costs": "All tasks: steps, seconds, memory",
+}
 DIRECTIONS = {"exact": "`Exact()`", "cg3": "`CG(3)`", "running": "a running S"}
 
 HEAD = f"""# Against its peers: is this for me?
@@ -32,9 +36,9 @@ What they say need not hold for large networks. Tasks for a GPU are listed at th
 """
 
 VERDICTS = """\
-A cell is the median last score over fresh seeds, lower is better, and in brackets that score divided by the target. Best
-means the lowest score among the trials. The best ProxProp *wins* or *loses* against the best peer if the 95 % bootstrap
-intervals of the two medians do not overlap.
+A cell is the median last score over fresh seeds, lower is better, and in brackets that score divided by the target.
+Best means the lowest score among the trials. The best ProxProp *wins* or *loses* against the best peer if the 95 %
+bootstrap intervals of the two medians do not overlap.
 """
 
 LIFTS = """## What S brings to an optimizer you already use
@@ -60,6 +64,8 @@ turns and nothing else running (`proxprop bench time`). Memory is the most that 
 data excluded. "Failed" counts trials. Every row is run again by its command, with seeds 1 to {SEEDS}.
 """
 
+UNTIMED = "Steps were not timed yet, so there are no seconds.\n"
+
 
 def page(store: Store) -> str:
     """The whole page."""
@@ -67,10 +73,21 @@ def page(store: Store) -> str:
     if not tasks_of(found):
         return "\n".join([HEAD, "Nothing has been run yet.", "", *open_tasks(found)])
     parts = [HEAD, *answer(found), *lifts(found), *one(found)]
-    parts += ["![All tasks](../results/peers/all.png)", "", TO_TARGET]
+    parts += [f"![{words}](../results/peers/{name}.png)\n" for name, words in FIGURES.items()]
+    parts += [TO_TARGET, timed(store.times())]
     for task in tasks_of(found):
         parts += to_target([found[task, name] for name in METHODS if (task, name) in found])
     return "\n".join([*parts, *open_tasks(found)])
+
+
+def timed(times: Sequence[Mapping[str, str]]) -> str:
+    """How busy the machine was when steps were timed."""
+    if not times:
+        return UNTIMED
+    busiest = max(float(row["load"]) for row in times)
+    return (
+        f"While steps were timed, the machine's load was at most {busiest:g} with the timed process itself.\n"
+    )
 
 
 def answer(found: Cells) -> list[str]:
@@ -184,12 +201,13 @@ def to_target(chosen: Sequence[Cell]) -> list[str]:
     """One task: what it is, and a row for each method."""
     task, first = TASKS[chosen[0].task], chosen[0].trials[0]
     accuracy = not math.isnan(chosen[0].mean("accuracy"))
-    head = ["method", "steps", "seconds", "ms a step", task.score, "training loss"]
+    head = ["method", "lr", "steps", "seconds", "ms a step", task.score, "training loss"]
     head += ["accuracy", "test accuracy"] if accuracy else []
     head += ["MB", "failed", "command"]
     rows = []
     for cell in sorted(chosen, key=lambda cell: cell.score.middle):
-        row = [title(cell), interval(cell.steps, "{:.0f}"), interval(cell.seconds, "{:.2g}")]
+        rate = "–" if cell.chosen is None else f"{setting(cell.method, cell.chosen).lr:.2g}"
+        row = [title(cell), rate, interval(cell.steps, "{:.0f}"), interval(cell.seconds, "{:.2g}")]
         row += [f"{cell.ms:.2f} ({cell.way})" if cell.way else "–"]
         row += [interval(cell.score, "{:.3g}"), _number(cell.mean("train_loss"))]
         if accuracy:

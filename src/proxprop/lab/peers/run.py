@@ -19,6 +19,8 @@ from proxprop.lab.peers.spaces import Setting
 from proxprop.lab.peers.task import Batch, Measured, Problem, Task
 
 FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
+SETTLING = 20
+"""Batches that batch normalisations average over before weights are measured that were not trained on."""
 
 
 @dataclass
@@ -84,12 +86,20 @@ class Trained:
     @torch.no_grad()
     def measure(self) -> Measured:
         """Measure the model, or what an optimizer says is to be measured in its place."""
+        if _switch(self.optimizers, "eval"):
+            self._settle()
         self.model.eval()
-        _switch(self.optimizers, "eval")
         found = self.problem.measure(self.model)
         _switch(self.optimizers, "train")
         self.model.train()
         return found
+
+    def _settle(self) -> None:
+        """Let batch normalisations see the weights that are measured, which are not those that were trained on."""
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.model.modules()):
+            generator = torch.Generator(self.generator.device).manual_seed(0)
+            for _ in range(SETTLING):
+                self.problem.loss(self.model, self.problem.batch(generator))
 
 
 def run(
@@ -129,12 +139,12 @@ def _measured(trained: Trained, found: Outcome) -> None:
         found.status = DIVERGED
 
 
-def _switch(optimizers: list[Optimizer], mode: str) -> None:
-    """Schedule-Free keeps two points, one to train and one to measure."""
-    for optimizer in optimizers:
-        switch: Any = getattr(optimizer, mode, None)
-        if switch is not None:
-            switch()
+def _switch(optimizers: list[Optimizer], mode: str) -> bool:
+    """Schedule-Free keeps two points, one to train and one to measure; whether there is such an optimizer."""
+    switches: list[Any] = [getattr(optimizer, mode) for optimizer in optimizers if hasattr(optimizer, mode)]
+    for switch in switches:
+        switch()
+    return bool(switches)
 
 
 @contextmanager

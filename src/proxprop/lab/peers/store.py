@@ -12,7 +12,7 @@ from proxprop.lab.records.sealed import unlinked, write_bytes
 from proxprop.lab.refusal import Refused
 
 TARGETS = ("task", "target", "rule", "commit")
-TIMES = ("task", "method", "way", "ms", "low", "high", "megabytes", "rounds", "command", "commit", "torch", "device",
+TIMES = ("task", "method", "way", "ms", "low", "high", "megabytes", "rounds", "load", "command", "commit", "torch", "device",
          "threads", "time")  # fmt: skip
 
 

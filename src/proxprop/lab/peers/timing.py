@@ -7,6 +7,7 @@ counted.
 """
 
 import gc
+import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from statistics import median, quantiles
@@ -54,7 +55,7 @@ def time_task(
     task: Task, chosen: dict[str, int], device: torch.device, ways: Sequence[str], rounds: int = ROUNDS
 ) -> list[dict[str, str]]:
     """Rows of times.csv for methods at their trials."""
-    where = environment(device)
+    where, load = environment(device), f"{os.getloadavg()[0]:.1f}"
     problem(task, device)  # its data is no method's memory
     steps: dict[tuple[str, str], Step] = {}
     memory: dict[tuple[str, str], int] = {}
@@ -75,6 +76,7 @@ def time_task(
             **_spread(times[name, way]),
             "megabytes": f"{memory[name, way] / 2**20:.4g}",
             "rounds": str(rounds),
+            "load": load,
             "command": f"proxprop bench time --task {task.name}",
             **shared,
         }
