@@ -303,7 +303,7 @@ class TestCommand:
 
     def test_steps_are_timed_and_figures_drawn(self, tiny, tmp_path, monkeypatch):
         store = Store(tmp_path)
-        methods = ["adamw", "running+adamw"]
+        methods = ["adamw", "sgd", "running+adamw"]
         go.go(store, ["digits"], methods, 2, 2, CPU, lambda text, part: None)
         monkeypatch.setattr(timing, "ROUNDS", 2)
         for what in ("time", "write"):
@@ -321,5 +321,17 @@ class TestCommand:
 @pytest.mark.parametrize("method", timing.GRAPHED)
 def test_a_captured_step_trains(method):
     task = digits.make("digits", (64, 8, 10), batch=5, steps=4)
-    rows = timing.time_task(task, {method: 0}, torch.device("cuda"), ["graph"], rounds=2)
+    rows, failed = timing.time_task(task, {method: 0}, torch.device("cuda"), ["graph"], rounds=2)
     assert [row["way"] for row in rows] == ["graph"]
+    assert not failed
+
+
+def test_a_way_that_does_not_run_a_method_is_told(monkeypatch):
+    def broken(model, setting, task):
+        raise RuntimeError("it can't\nbe")
+
+    monkeypatch.setitem(METHODS, "soap", replace(METHODS["soap"], optimizers=broken))
+    task = digits.make("digits", (64, 8, 10), batch=5, steps=4)
+    rows, failed = timing.time_task(task, {"soap": 0, "sgd": 0}, CPU, ["eager", "graph"], rounds=2)
+    assert [(row["method"], row["way"]) for row in rows] == [("sgd", "eager")]
+    assert failed == ["eager does not run soap: it can't"]

@@ -68,24 +68,30 @@ def _sgd(model: nn.Module, setting: Setting, task: Task) -> list[Optimizer]:
             momentum=MOMENTUM,
             nesterov=True,
             weight_decay=setting.weight_decay,
-            fused=_fused(model),
+            fused=_fused(next(model.parameters())),
         )
     ]
 
 
 def _adamw(model: nn.Module, setting: Setting, task: Task) -> list[Optimizer]:
-    return [_adamw_of(list(model.parameters()), setting, _fused(model))]
+    return [_adamw_of(list(model.parameters()), setting)]
 
 
-def _adamw_of(parameters: list[nn.Parameter], setting: Setting, fused: bool | None) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=setting.lr, weight_decay=setting.weight_decay, fused=fused)
+def _adamw_of(parameters: list[nn.Parameter], setting: Setting) -> Optimizer:
+    return torch.optim.AdamW(
+        parameters,
+        lr=setting.lr,
+        weight_decay=setting.weight_decay,
+        fused=_fused(parameters[0]),
+        capturable=parameters[0].is_cuda,
+    )
 
 
 def _muon(model: nn.Module, setting: Setting, task: Task) -> list[Optimizer]:
     """Muon for hidden matrices and filters, AdamW at the same rate for embeddings, the last layer and vectors."""
     matrices, rest = hidden_and_rest(model)
     muon = Muon(matrices, setting.lr, setting.weight_decay)
-    return [muon, _adamw_of(rest, setting, _fused(model))]
+    return [muon, _adamw_of(rest, setting)]
 
 
 def _schedule_free(model: nn.Module, setting: Setting, task: Task) -> list[Optimizer]:
@@ -133,7 +139,7 @@ def _ikfac(model: nn.Module, setting: Setting, task: Task) -> list[Optimizer]:
             warn_unsupported=False,
         )
     ]
-    return [*made, _adamw_of(rest, setting, _fused(model))] if rest else made
+    return [*made, _adamw_of(rest, setting)] if rest else made
 
 
 def hidden_and_rest(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -145,9 +151,9 @@ def hidden_and_rest(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Param
     return hidden, [p for p in model.parameters() if id(p) not in taken]
 
 
-def _fused(model: nn.Module) -> bool | None:
+def _fused(parameter: nn.Parameter) -> bool | None:
     """One kernel for all parameters wherever torch has one: both on a CPU and on a CUDA GPU."""
-    return next(model.parameters()).device.type in ("cpu", "cuda") or None
+    return parameter.device.type in ("cpu", "cuda") or None
 
 
 def _package(name: str) -> Any:

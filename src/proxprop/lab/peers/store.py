@@ -12,8 +12,8 @@ from proxprop.lab.records.sealed import unlinked, write_bytes
 from proxprop.lab.refusal import Refused
 
 TARGETS = ("task", "target", "rule", "commit")
-TIMES = ("task", "method", "way", "ms", "low", "high", "megabytes", "rounds", "load", "command", "commit", "torch", "device",
-         "threads", "time")  # fmt: skip
+TIMES = ("task", "method", "way", "ms", "low", "high", "megabytes", "rounds", "load", "command", "commit", "torch",
+         "device", "threads", "time")  # fmt: skip
 
 
 class Store:

@@ -10,6 +10,7 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import product
 from statistics import median, quantiles
 
 import torch
@@ -47,28 +48,34 @@ def time_all(
         trials = {name: protocol.choice(runs, task, name) for name in methods}
         chosen = {name: trial for name, trial in trials.items() if trial is not None}
         if chosen:
-            store.add_times(time_task(TASKS[task], chosen, device, ways))
-            tell(f"{task}: timed {len(chosen)} methods in {ROUNDS} rounds")
+            rows, failed = time_task(TASKS[task], chosen, device, ways, ROUNDS)
+            store.add_times(rows)
+            tell(f"{task}: timed {len(rows)} methods and ways in {ROUNDS} rounds")
+            for line in failed:
+                tell(f"{task}: {line}")
 
 
 def time_task(
-    task: Task, chosen: dict[str, int], device: torch.device, ways: Sequence[str], rounds: int = ROUNDS
-) -> list[dict[str, str]]:
-    """Rows of times.csv for methods at their trials."""
+    task: Task, chosen: dict[str, int], device: torch.device, ways: Sequence[str], rounds: int
+) -> tuple[list[dict[str, str]], list[str]]:
+    """Rows of times.csv for methods at their trials, and a line for each way that does not run a method."""
     where, load = environment(device), f"{os.getloadavg()[0]:.1f}"
     problem(task, device)  # its data is no method's memory
     steps: dict[tuple[str, str], Step] = {}
     memory: dict[tuple[str, str], int] = {}
+    failed: list[str] = []
     with devices.matmul_precision(task.precision):
-        for name, trial in chosen.items():
-            for way in ways:
-                if way == "graph" and (name not in GRAPHED or device.type != "cuda"):
-                    continue
-                make = partial(_step, task, name, setting(name, trial), device, way)
+        for (name, trial), way in product(chosen.items(), ways):
+            if way == "graph" and (name not in GRAPHED or device.type != "cuda"):
+                continue
+            make = partial(_step, task, name, setting(name, trial), device, way)
+            try:
                 steps[name, way], memory[name, way] = peak(make, device)
+            except RuntimeError as error:
+                failed.append(f"{way} does not run {name}: {str(error).partition(chr(10))[0]}")
         times = interleaved(steps, device, rounds)
     shared = {key: str(where[key] or "") for key in ("commit", "torch", "device", "threads", "time")}
-    return [
+    rows = [
         {
             "task": task.name,
             "method": name,
@@ -82,6 +89,7 @@ def time_task(
         }
         for name, way in steps
     ]
+    return rows, failed
 
 
 def interleaved(
