@@ -291,6 +291,19 @@ class TestCommand:
         now, recorded = capsys.readouterr().out.splitlines()
         assert now.removeprefix("now:      ") == recorded.removeprefix("recorded: ").partition(" (")[0]
 
+    def test_targets_come_first(self, tiny, tmp_path):
+        with pytest.raises(Refused, match=r"digits has no target yet: run .* --method adamw"):
+            go.go(Store(tmp_path), ["digits"], ["sgd"], 2, 2, CPU, lambda text, part: None)
+
+    def test_missing_data_is_no_failure_of_a_method(self, here):
+        with pytest.raises(Refused, match="cifar10"):
+            go.once(Job("cifar10-mlp", "adamw", 0, 0), CPU)
+
+    def test_a_way_that_there_is_not_is_refused(self, tmp_path, capsys):
+        with pytest.raises(SystemExit, match="2"):
+            main(["bench", "time", *COMMON[1:], str(tmp_path), "--way", "graphs"])
+        assert "did you mean 'graph'?" in capsys.readouterr().err
+
     def test_one_row_takes_one_task_and_one_method(self, tmp_path, capsys):
         with pytest.raises(SystemExit, match="2"):
             main([*COMMON, str(tmp_path), "--seed", "1"])

@@ -1,7 +1,8 @@
 """`proxprop bench`: against its peers, with equal budgets."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -11,12 +12,16 @@ import typer
 
 from proxprop.lab import devices
 from proxprop.lab.commands.console import say
+from proxprop.lab.data import folders
 from proxprop.lab.peers import protocol
 from proxprop.lab.peers.go import Tell, go, line, once
 from proxprop.lab.peers.methods import METHODS
 from proxprop.lab.peers.store import Store
 from proxprop.lab.peers.tasks import TASKS
 from proxprop.lab.refusal import Refused, one_of
+
+WAYS = ("eager", "compile", "graph")
+"""How a step can be run; on a CPU compilation would take longer than all the timing, so it has to be asked for."""
 
 
 class What(StrEnum):
@@ -63,8 +68,7 @@ def bench(
         proxprop bench write
     """
     where = devices.device(device)
-    fitting = [name for name, known in TASKS.items() if (known.size == "gpu") == (where.type == "cuda")]
-    tasks = [one_of("task", name, TASKS) for name in task or fitting]
+    tasks = [one_of("task", name, TASKS) for name in task or _fitting(where)]
     methods = [one_of("method", name, METHODS) for name in method or METHODS]
     store = Store(out)
     if what is What.write:
@@ -75,11 +79,13 @@ def bench(
     elif what is What.time:
         from proxprop.lab.peers import timing
 
-        timing.time_all(store, tasks, methods, where, way or _ways(where), say)
+        ways = [one_of("way", name, WAYS) for name in way or (WAYS if where.type == "cuda" else WAYS[:1])]
+        timing.time_all(store, tasks, methods, where, ways, say)
     elif trial is not None or seed is not None:
         _again(store, tasks, methods, trial, seed, where)
     else:
-        go(store, tasks, methods, trials, seeds, where, _teller())
+        with _telling() as tell:
+            go(store, tasks, methods, trials, seeds, where, tell)
 
 
 def _again(
@@ -104,19 +110,27 @@ def _again(
             say(f"recorded: {line(run)} ({run.device}, torch {run.torch}, commit {run.commit})")
 
 
-def _ways(where: torch.device) -> list[str]:
-    """On a CPU compilation takes longer than all the timing."""
-    return ["eager", "compile", "graph"] if where.type == "cuda" else ["eager"]
+def _fitting(where: torch.device) -> list[str]:
+    """The tasks of a device's size; those whose data is missing are named and left out."""
+    sized = [task for task in TASKS.values() if (task.size == "gpu") == (where.type == "cuda")]
+    missing = [task for task in sized if task.dataset and folders.find(task.dataset, None) is None]
+    for task in missing:
+        say(
+            f"{task.name} is left out: {task.dataset} was not found; `proxprop doctor` says where it is looked for"
+        )
+    return [task.name for task in sized if task not in missing]
 
 
-def _teller() -> Tell:
+@contextmanager
+def _telling() -> Iterator[Tell]:
     """A bar in a terminal, a line for each run elsewhere."""
     if not sys.stderr.isatty():
-        return lambda text, part: say(text)
+        yield lambda text, part: say(text)
+        return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
     bar = Progress(BarColumn(bar_width=24), TextColumn("{task.description}"), console=Console(stderr=True))
     row = bar.add_task("", total=1.0)
-    bar.start()
-    return lambda text, part: bar.update(row, description=text, completed=part)
+    with bar:
+        yield lambda text, part: bar.update(row, description=text, completed=part)

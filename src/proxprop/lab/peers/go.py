@@ -1,7 +1,6 @@
 """Carry out what is missing, one run after the other, and record each as soon as it has ended."""
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
@@ -15,6 +14,7 @@ from proxprop.lab.peers.run import run
 from proxprop.lab.peers.spaces import setting
 from proxprop.lab.peers.store import Store
 from proxprop.lab.peers.tasks import TASKS
+from proxprop.lab.refusal import Refused
 
 Tell = Callable[[str, float], None]
 """Told after every run: a line, and the part that is done."""
@@ -34,21 +34,26 @@ def go(
     Stopped at any moment, it goes on where it was when it is called again.
 
     Raises:
+        Refused: a task has no target yet, because the reference was not run in it; or its data is missing.
         KeyboardInterrupt: a person stopped it; what was run is recorded.
     """
     pairs = [(task, method) for task in tasks for method in methods]
     pairs.sort(key=lambda pair: pair[1] != REFERENCE)
-    estimate = Estimate()
+    seconds: list[float] = []
     with store.locked(), interruptible() as flag:
         for task, method in pairs:
+            if method != REFERENCE and task not in store.targets():
+                raise Refused(
+                    f"{task} has no target yet: run `proxprop bench --task {task} --method {REFERENCE}` first"
+                )
             while missing := list(protocol.jobs(store.runs(task), task, method, trials, seeds)):
                 for job in missing:
                     began = time.perf_counter()
                     done = once(job, device, flag)
                     store.add(done)
-                    estimate.add(job, time.perf_counter() - began)
+                    seconds.append(time.perf_counter() - began)
                     left = protocol.total(store.all(tasks), pairs, trials, seeds)
-                    tell(f"{line(done)}; {estimate.words(job, left)}", estimate.part(left))
+                    tell(f"{line(done)}; {estimate(seconds, left)}", len(seconds) / (len(seconds) + left))
             fix(store, task)
 
 
@@ -74,23 +79,10 @@ def line(done: record.Run) -> str:
     return f"{what}: {done.status}, score {done.score:.4g}" + (f" ({done.note})" if done.note else "")
 
 
-class Estimate:
-    """How long the rest takes: runs left times the mean of those of this go."""
+def estimate(seconds: Sequence[float], left: int) -> str:
+    """How long the rest takes: runs left times the mean of those of this go.
 
-    def __init__(self) -> None:
-        self._seconds: dict[str, list[float]] = defaultdict(list)
-
-    def add(self, job: Job, seconds: float) -> None:
-        """One run took so long."""
-        self._seconds[job.task].append(seconds)
-
-    def part(self, left: int) -> float:
-        """The part of this go that is done."""
-        done = sum(map(len, self._seconds.values()))
-        return done / (done + left)
-
-    def words(self, job: Job, left: int) -> str:
-        """What is left, in words."""
-        every = [seconds for part in self._seconds.values() for seconds in part]
-        minutes = left * fmean(every) / 60
-        return f"{left} left, about {minutes:.0f} min"
+    >>> estimate([30.0, 90.0], 5)
+    '5 left, about 5 min'
+    """
+    return f"{left} left, about {left * fmean(seconds) / 60:.0f} min"

@@ -31,14 +31,14 @@ median last score of tuned AdamW and was fixed before any other method was run. 
 """
 
 SMALL = """\
-The tasks below are sized for one CPU core: networks of some ten thousand weights and less than a thousand steps or so.
-What they say need not hold for large networks. Tasks for a GPU are listed at the end. They have not been run.
+The tasks below are sized for one CPU core: networks of some ten thousand weights and at most 1,000 steps. What they say
+need not hold for large networks. Tasks for a GPU are listed at the end. They have not been run.
 """
 
 VERDICTS = """\
 A cell is the median last score over fresh seeds, lower is better, and in brackets that score divided by the target.
 Best means the lowest score among the trials. The best ProxProp *wins* or *loses* against the best peer if the 95 %
-bootstrap intervals of the two medians do not overlap.
+bootstrap intervals of the two medians do not overlap. The last columns name the methods that reach the target first.
 """
 
 LIFTS = """## What S brings to an optimizer you already use
@@ -106,6 +106,8 @@ def answer(found: Cells) -> list[str]:
                 f"{title(peer)} {shown(peer)}",
                 f"{title(mine)} {shown(mine)}",
                 outcomes[-1],
+                fewest([*peers, *ours], "steps", "{:.0f}"),
+                fewest([*peers, *ours], "seconds", "{:.2g}"),
             ]
         )
     count = {word: outcomes.count(word) for word in ("wins", "ties", "loses")}
@@ -113,8 +115,16 @@ def answer(found: Cells) -> list[str]:
         f"**Against the best peer of each task, the best ProxProp wins {count['wins']}, ties {count['ties']} and loses "
         f"{count['loses']} of {len(rows)} small tasks.**"
     )
-    head = ["task", "AdamW", "best peer", "best ProxProp", "ProxProp"]
+    head = ["task", "AdamW", "best peer", "best ProxProp", "ProxProp", "fewest steps", "fewest seconds"]
     return [said, "", SMALL, table(head, rows), "", VERDICTS, *bases(found)]
+
+
+def fewest(group: Sequence[Cell], what: str, form: str) -> str:
+    """The method that reaches the target in the fewest steps or seconds."""
+    costs = [(getattr(cell, what).middle, cell) for cell in group]
+    reached = [(cost, title(cell)) for cost, cell in costs if math.isfinite(cost)]
+    cost, name = min(reached, default=(math.nan, ""))
+    return f"{name} {form.format(cost)}" if reached else "–"
 
 
 def bases(found: Cells) -> list[str]:
@@ -235,7 +245,7 @@ def open_tasks(found: Cells) -> list[str]:
         for task in tasks_of(found)
         if (lacking := [name for name in METHODS if (task, name) not in found])
     ]
-    parts = ["## Not yet run", "", *missing, ""]
+    parts = ["## Not yet run", "", "In these tasks at most AdamW has been tuned:", "", *missing, ""]
     return [*parts, "Methods that are still missing in a task above:", "", *partly, ""] if partly else parts
 
 

@@ -17,6 +17,7 @@ from proxprop.lab.interruption import Flag
 from proxprop.lab.peers.methods import Method
 from proxprop.lab.peers.spaces import Setting
 from proxprop.lab.peers.task import Batch, Measured, Problem, Task
+from proxprop.lab.refusal import Refused
 
 FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
 SETTLING = 20
@@ -108,13 +109,16 @@ def run(
     """Train once; numerical failures are outcomes.
 
     Raises:
+        Refused: data or a package is missing.
         KeyboardInterrupt: the flag was raised.
     """
     found = Outcome()
     with devices.matmul_precision(task.precision), _quiet():
         try:
             _train(Trained(task, method, setting, seed, device), found, flag)
-        except (RuntimeError, ValueError, ArithmeticError, TypeError, IndexError) as error:
+        except Refused:
+            raise
+        except (RuntimeError, ValueError, ArithmeticError) as error:
             found.status, found.note = FAILED, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return found
 

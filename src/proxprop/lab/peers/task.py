@@ -46,6 +46,7 @@ class Task:
         precision: fp32, tf32 or bf16.
         derivatives: whether the loss holds derivatives of the model, so that backward runs through backward.
         sequences: whether a sample is a sequence, over whose positions the loss is a mean too.
+        dataset: one that has to be there, by the lab's name for it.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Task:
     precision: str = "fp32"
     derivatives: bool = False
     sequences: bool = False
+    dataset: str | None = None
 
     @property
     def every(self) -> int:

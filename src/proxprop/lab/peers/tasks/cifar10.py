@@ -47,7 +47,17 @@ def make(
 
         return Problem(model, sample, loss, lambda m: measure(m, dataset, precision))
 
-    return Task(name, about, "gpu", "validation error", steps, problem, measures=20, precision=precision)
+    return Task(
+        name,
+        about,
+        "gpu",
+        "validation error",
+        steps,
+        problem,
+        measures=20,
+        precision=precision,
+        dataset="cifar10",
+    )
 
 
 def measure(model: nn.Module, dataset: Dataset, precision: str) -> Measured:
