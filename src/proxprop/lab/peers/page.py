@@ -61,7 +61,8 @@ TO_TARGET = f"""## To the target, task by task
 Steps and seconds to the target are medians over seeds with the 95 % interval of their bootstrap, ∞ where the target was
 not reached. Seconds are steps times the time of a step, which is measured apart from training, with all methods in
 turns and nothing else running (`proxprop bench time`). Memory is the most that a method holds, weights included and
-data excluded. "Failed" counts trials. Every row is run again by its command, with seeds 1 to {SEEDS}.
+data excluded. "Failed" counts trials. A learning rate is marked as an end if it lies in the outermost eighth of its
+range, so that a better one may lie beyond. Every row is run again by its command, with seeds 1 to {SEEDS}.
 """
 
 UNTIMED = "Steps were not timed yet, so there are no seconds.\n"
@@ -116,7 +117,17 @@ def answer(found: Cells) -> list[str]:
         f"{count['loses']} of {len(rows)} small tasks.**"
     )
     head = ["task", "AdamW", "best peer", "best ProxProp", "ProxProp", "fewest steps", "fewest seconds"]
-    return [said, "", SMALL, table(head, rows), "", VERDICTS, *bases(found)]
+    return [said, "", SMALL, table(head, rows), "", VERDICTS, *lacking(found), *bases(found)]
+
+
+def lacking(found: Cells) -> list[str]:
+    """Methods that were not run in a task that is compared."""
+    missing = {
+        task: [METHODS[name].title for name in METHODS if (task, name) not in found]
+        for task in tasks_of(found)
+    }
+    parts = [f"{task} ({', '.join(names)})" for task, names in missing.items() if names]
+    return [f"Methods that are still missing: {'; '.join(parts)}.", ""] if parts else []
 
 
 def fewest(group: Sequence[Cell], what: str, form: str) -> str:
@@ -216,8 +227,7 @@ def to_target(chosen: Sequence[Cell]) -> list[str]:
     head += ["MB", "failed", "command"]
     rows = []
     for cell in sorted(chosen, key=lambda cell: cell.score.middle):
-        rate = "–" if cell.chosen is None else f"{setting(cell.method, cell.chosen).lr:.2g}"
-        row = [title(cell), rate, interval(cell.steps, "{:.0f}"), interval(cell.seconds, "{:.2g}")]
+        row = [title(cell), rate(cell), interval(cell.steps, "{:.0f}"), interval(cell.seconds, "{:.2g}")]
         row += [f"{cell.ms:.2f} ({cell.way})" if cell.way else "–"]
         row += [interval(cell.score, "{:.3g}"), _number(cell.mean("train_loss"))]
         if accuracy:
@@ -233,6 +243,16 @@ def to_target(chosen: Sequence[Cell]) -> list[str]:
     return [f"### {task.name}", "", about, "", table(head, rows), "", figure, ""]
 
 
+def rate(cell: Cell) -> str:
+    """The chosen learning rate, and whether it lies at an end of its range."""
+    if cell.chosen is None:
+        return "–"
+    lr = setting(cell.method, cell.chosen).lr
+    low, high = map(math.log, SPACES[cell.method].lr)
+    place = (math.log(lr) - low) / (high - low)
+    return f"{lr:.2g}" + ("" if 1 / TRIALS <= place <= 1 - 1 / TRIALS else " (end)")
+
+
 def open_tasks(found: Cells) -> list[str]:
     """What was not run."""
     missing = [
@@ -240,13 +260,7 @@ def open_tasks(found: Cells) -> list[str]:
         for name, task in TASKS.items()
         if name not in tasks_of(found)
     ]
-    partly = [
-        f"- `{task}`: {', '.join(lacking)}"
-        for task in tasks_of(found)
-        if (lacking := [name for name in METHODS if (task, name) not in found])
-    ]
-    parts = ["## Not yet run", "", "In these tasks at most AdamW has been tuned:", "", *missing, ""]
-    return [*parts, "Methods that are still missing in a task above:", "", *partly, ""] if partly else parts
+    return ["## Not yet run", "", "In these tasks at most AdamW has been tuned:", "", *missing, ""]
 
 
 def title(cell: Cell) -> str:
