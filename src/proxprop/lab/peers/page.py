@@ -15,6 +15,7 @@ from proxprop.lab.peers.tasks import TASKS
 from proxprop.lab.reproduction.markdown import table
 
 FOLDER = Path("results/peers")
+END = 1 / 8  # of the logarithm of a range of learning rates
 BASES = ("sgd", "adamw", "muon")
 FIGURES = {
     "all": "All tasks: profiles, last scores, one setting",
@@ -250,7 +251,7 @@ def rate(cell: Cell) -> str:
     lr = setting(cell.method, cell.chosen).lr
     low, high = map(math.log, SPACES[cell.method].lr)
     place = (math.log(lr) - low) / (high - low)
-    return f"{lr:.2g}" + ("" if 1 / TRIALS <= place <= 1 - 1 / TRIALS else " (end)")
+    return f"{lr:.2g}" + ("" if END <= place <= 1 - END else " (end)")
 
 
 def open_tasks(found: Cells) -> list[str]:
