@@ -53,7 +53,7 @@ class Cell:
 
     @property
     def searched(self) -> float:
-        """The lowest last score among the trials, which methods of a group are chosen by; seeds only judge."""
+        """The lowest last score among the trials."""
         return min(run.score for run in self.trials)
 
     @property

@@ -200,7 +200,7 @@ def _heat(ax: Any, found: Cells) -> None:
     ax.set_xticks(range(len(tasks)), tasks, fontsize=8.5, rotation=20, ha="right")
     ax.set_yticks(range(len(methods)), [_title(name) for name in methods], fontsize=8.5)
     ax.grid(False)
-    ax.set_title("last score divided by the target (AdamW's); – failed")
+    ax.set_title("last score divided by AdamW's; – failed")
 
 
 def _ratio(cell: Cell | None) -> float:
@@ -229,4 +229,4 @@ def _settings(ax: Any, found: Cells) -> None:
         axis("{x:.2g}")
     ax.set_yticks(range(len(rows)), [_title(method) for method, _ in rows], fontsize=8.5)
     ax.set_xlabel("score divided by the target, geometric mean over tasks")
-    ax.set_title("one setting for all tasks (marker), one for each (bar)")
+    ax.set_title("one setting for all tasks (marker), for each (bar)")

@@ -38,8 +38,9 @@ need not hold for large networks. Tasks for a GPU are listed at the end. They ha
 
 VERDICTS = """\
 A cell is the median last score over fresh seeds, lower is better, and in brackets that score divided by the target.
-Best means the lowest score among the trials. The best ProxProp *wins* or *loses* against the best peer if the 95 %
-bootstrap intervals of the two medians do not overlap. The last columns name the methods that reach the target first.
+The best peer is the one whose fresh seeds ended lowest, the best ProxProp the one whose trials did, so that chance is on
+the peers' side. ProxProp *wins* or *loses* if the 95 % bootstrap intervals of the two medians do not overlap. The last
+columns name the methods that reach the target first.
 """
 
 LIFTS = """## What S brings to an optimizer you already use
@@ -98,7 +99,8 @@ def answer(found: Cells) -> list[str]:
     for task in tasks_of(found):
         peers = [c for (name, m), c in found.items() if name == task and not METHODS[m].ours]
         ours = [c for (name, m), c in found.items() if name == task and METHODS[m].ours]
-        peer, mine = (min(group, key=lambda cell: cell.searched) for group in (peers, ours))
+        peer = min(peers, key=lambda cell: cell.score.middle)
+        mine = min(ours, key=lambda cell: cell.searched)
         outcomes.append(analysis.verdict(mine.score, peer.score))
         reference = found[task, REFERENCE]
         rows.append(
