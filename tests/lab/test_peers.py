@@ -223,6 +223,19 @@ class TestAnalysis:
         trial, one, each = analysis.one_setting(found.values())
         assert (trial, one, each) == (1, pytest.approx(2.0), pytest.approx(math.sqrt(2)))
 
+    def test_only_what_was_run_everywhere_is_compared_over_all_tasks(self):
+        whole = [
+            run for name in ("adamw", "sgd", "cg3+sgd", "muon") for run in searched(name, EIGHT, [1.0] * 5)
+        ]
+        most = [replace(run, task="image") for run in whole if run.method != "muon"]
+        few = [replace(run, task="gpt") for run in whole if run.method in ("adamw", "sgd")]
+        found = cells(whole + most + few, dict.fromkeys(("digits", "image", "gpt"), 1.0))
+        assert analysis.tasks_of(found) == ["digits", "image"]
+        assert analysis.across(found) == (["digits", "image"], ["adamw", "sgd", "cg3+sgd"])
+        two = [run for run in most if run.method != "adamw"]
+        found = cells(whole + two, dict.fromkeys(("digits", "image"), 1.0))
+        assert analysis.across(found) == (["digits"], ["adamw", "sgd", "muon", "cg3+sgd"])
+
     def test_the_width_is_the_part_of_the_trials_close_to_the_best(self):
         runs = searched("adamw", [1.0, 1.04, *[9.0] * 6], [1.0] * 5)
         cell = cells(runs, {"digits": 1.0})["digits", "adamw"]

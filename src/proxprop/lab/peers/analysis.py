@@ -122,10 +122,14 @@ def tasks_of(found: Cells) -> list[str]:
     return [task for task, both in kinds.items() if len(both) == 2]
 
 
-def methods_of(found: Cells) -> list[str]:
-    """Methods whose protocol was carried out in every one of these tasks."""
-    tasks = tasks_of(found)
-    return [name for name in METHODS if all((task, name) in found for task in tasks)]
+def across(found: Cells) -> tuple[list[str], list[str]]:
+    """Tasks and methods that are compared over all tasks: every one of the methods was run in every one of the tasks.
+
+    A task in which fewer than three quarters as many methods were run as in another would leave few, and is left out.
+    """
+    counts = {task: sum(task == other for other, _ in found) for task in tasks_of(found)}
+    tasks = [task for task, count in counts.items() if count >= 0.75 * max(counts.values())]
+    return tasks, [name for name in METHODS if all((task, name) in found for task in tasks)]
 
 
 def spread(values: Sequence[float]) -> Spread:

@@ -168,7 +168,7 @@ def overview(found: Cells) -> Any:
 
 def _profile(ax: Any, found: Cells, what: str) -> None:
     costs: dict[str, dict[str, float]] = {}
-    for task, method in product(analysis.tasks_of(found), analysis.methods_of(found)):
+    for task, method in product(*analysis.across(found)):
         cost = getattr(found[task, method], what).middle
         if not math.isnan(cost):
             costs.setdefault(task, {})[method] = cost
@@ -211,7 +211,7 @@ def _ratio(cell: Cell | None) -> float:
 
 def _settings(ax: Any, found: Cells) -> None:
     """One setting for all tasks beside one for each."""
-    tasks, methods = analysis.tasks_of(found), analysis.methods_of(found)
+    tasks, methods = analysis.across(found)
     rows = [(name, analysis.one_setting([found[task, name] for task in tasks])) for name in methods]
     rows.sort(key=lambda row: -math.inf if row[1] is None else -row[1][1])
     for height, (method, result) in enumerate(rows):

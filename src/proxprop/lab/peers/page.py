@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from proxprop.lab.peers import analysis
-from proxprop.lab.peers.analysis import Cell, Cells, Spread, methods_of, tasks_of
+from proxprop.lab.peers.analysis import Cell, Cells, Spread, tasks_of
 from proxprop.lab.peers.methods import METHODS
 from proxprop.lab.peers.protocol import REFERENCE, SEEDS, TRIALS
 from proxprop.lab.peers.record import command
@@ -38,9 +38,9 @@ need not hold for large networks. Tasks for a GPU are listed at the end. They ha
 
 VERDICTS = """\
 A cell is the median last score over fresh seeds, lower is better, and in brackets that score divided by the target.
-The best peer is the one whose fresh seeds ended lowest, the best ProxProp the one whose trials did, so that chance is on
-the peers' side. ProxProp *wins* or *loses* if the 95 % bootstrap intervals of the two medians do not overlap. The last
-columns name the methods that reach the target first.
+The best peer is the one whose fresh seeds ended lowest, the best ProxProp the one whose trials did, so that chance is
+on the peers' side. ProxProp *wins* or *loses* if the 95 % bootstrap intervals of the two medians do not overlap. The
+last columns name the methods that reach the target first.
 """
 
 LIFTS = """## What S brings to an optimizer you already use
@@ -185,9 +185,9 @@ def _lift(fed: Cell | None, alone: Cell | None) -> str:
 
 def one(found: Cells) -> list[str]:
     """One setting for all tasks."""
-    tasks = tasks_of(found)
+    tasks, methods = analysis.across(found)
     rows = []
-    for name in methods_of(found):
+    for name in methods:
         chosen = [found[task, name] for task in tasks]
         widths = [
             sum(analysis.width(cell, close) for cell in chosen) / len(chosen)
@@ -208,7 +208,7 @@ def one(found: Cells) -> list[str]:
     rows.sort(key=lambda row: row[0])
     total = TRIALS * len(tasks)
     head = ["method", "setting", "one for all", "one for each", "decades", f"failed of {total} trials"]
-    return [ONE, table(head, [cells for _, cells in rows]), ""]
+    return [ONE, f"Over {', '.join(tasks)}:", "", table(head, [cells for _, cells in rows]), ""]
 
 
 def _setting(name: str, trial: int) -> str:
