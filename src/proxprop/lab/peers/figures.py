@@ -225,8 +225,8 @@ def _settings(ax: Any, found: Cells) -> None:
         ax.plot([one], [height], marker=look["marker"], markersize=7, color=look["color"])
     ax.axvline(1, color=FAINT, linewidth=0.9, zorder=1)
     ax.set_xscale("log")
-    for axis in (ax.xaxis.set_major_formatter, ax.xaxis.set_minor_formatter):
-        axis("{x:.2g}")
+    ax.set_xticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
+    ax.xaxis.set_minor_formatter("")
     ax.set_yticks(range(len(rows)), [_title(method) for method, _ in rows], fontsize=8.5)
     ax.set_xlabel("score divided by the target, geometric mean over tasks")
     ax.set_title("one setting for all tasks (marker), for each (bar)")
