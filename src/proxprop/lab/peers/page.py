@@ -26,19 +26,20 @@ DIRECTIONS = {"exact": "`Exact()`", "cg3": "`CG(3)`", "running": "a running S"}
 HEAD = f"""# Against its peers: is this for me?
 
 Every method gets {TRIALS} quasi-random trials in a space that was written down before the recorded runs
-(`lab/peers/spaces.py`). The trial with the lowest score at the end of its schedule is run again with {SEEDS} fresh seeds.
-A task's target is the median last score of tuned AdamW, fixed before the recorded runs of other methods. `proxprop bench`
-runs it all, and `make docs` writes this page from `results/peers/*.csv`.
+(`lab/peers/spaces.py`). The trial with the lowest score at the end of its schedule is run again with {SEEDS} fresh
+seeds. A task's target is the median last score of tuned AdamW, fixed before the recorded runs of other methods.
+`proxprop bench` runs it all, and `make docs` writes this page from `results/peers/*.csv`.
 """
 
 DECIDED = """## What was decided when
 
 This was not registered in advance. Single runs of all methods on some of the small tasks, with the trials' seed and
 without a record, came first. After them the ranges of SGD and of K-FAC were widened, the losses of the differential
-equations were scaled to begin near one, and the image is scored on all its pixels. After AdamW's first recorded runs the
-target became the median of its seeds instead of the worst, and the autoencoder got Glorot's weights, because AdamW stayed
-on a plateau; its first 13 runs there were replaced. The rule by which ProxProp wins or loses was made stricter after
-results were seen: the best peer was first chosen by its trials too, which had counted digits as won.
+equations were scaled to begin near one, and the image is scored on all its pixels. After AdamW's first recorded
+runs the target became the median of its seeds instead of the worst, and the autoencoder got Glorot's weights,
+because AdamW stayed on a plateau; its first 13 runs there were replaced. The rule by which ProxProp wins or loses
+was made stricter after results were seen: the best peer was first chosen by its trials too, which had counted
+digits as won.
 """
 
 SMALL = """\
