@@ -27,6 +27,7 @@ COMMANDS = {
     "compare": "Train BackProp and ProxProp side by side.",
     "train": "Train one run and record it.",
     "reproduce": "Run the paper's experiments on CIFAR-10 and say what is true.",
+    "bench": "Compare ProxProp with its peers: equal numbers of trials, targets fixed beforehand, time to target.",
     "report": "Draw figures and a report from records.",
     "spectrum": "Show how ill-conditioned a dataset is.",
     "doctor": "Say what is there and what is missing.",

@@ -80,6 +80,7 @@ def _forgive_ascii() -> None:
 
 def commands() -> dict[str, Callable[..., None]]:
     """Every command by its name."""
+    from proxprop.lab.commands.bench import bench
     from proxprop.lab.commands.compare import compare
     from proxprop.lab.commands.doctor import doctor
     from proxprop.lab.commands.report import report
@@ -87,5 +88,5 @@ def commands() -> dict[str, Callable[..., None]]:
     from proxprop.lab.commands.spectrum import spectrum
     from proxprop.lab.commands.train import train
 
-    named: list[Callable[..., None]] = [compare, train, reproduce, report, spectrum, doctor]
+    named: list[Callable[..., None]] = [compare, train, reproduce, bench, report, spectrum, doctor]
     return {command.__name__: command for command in named}
