@@ -1,12 +1,15 @@
 """A CPU that watches for rounding only where it can matter finds what it would have found by watching always."""
 
+import gc
+
 import pytest
 import torch
 
+import proxprop
 from calls import torch_calls
 from proxprop import CG
-from proxprop.solvers import FEATURE, SAMPLE
-from proxprop.solvers.conjugate_gradients import conjugate_gradients
+from proxprop.solvers import FEATURE, SAMPLE, SPACES
+from proxprop.solvers.conjugate_gradients import _Iteration, conjugate_gradients
 from proxprop.solvers.watching import Bounds, Watch
 from solvers.krylov import FLOAT32, REGIMES, System, assert_descends, relative, system
 from solvers.systems import problem
@@ -77,3 +80,16 @@ def test_an_output_without_a_gradient_does_not_disturb_the_calm(space: str) -> N
     B[..., 2] = 0.0
     assert torch_calls(lambda: solve(M, B, 1.0)) == all_alive
     assert not solve(M, B, 1.0).value[..., 2].any()
+
+
+@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("rows", ["normal", "equal"])
+def test_a_solve_keeps_no_arrays_until_the_garbage_collector_runs(space: str, rows: str) -> None:
+    input = torch.randn(20, 32) if rows == "normal" else torch.ones(20, 32)
+    gc.collect()
+    gc.disable()
+    try:
+        proxprop.nn.Linear(32, 16, solver=CG(10), space=space)(input).sum().backward()
+        assert not [kept for kept in gc.get_objects() if isinstance(kept, _Iteration | Watch)]
+    finally:
+        gc.enable()

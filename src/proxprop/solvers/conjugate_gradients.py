@@ -13,6 +13,7 @@ Euclidean inner product would be another method with other iterates.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -80,10 +81,12 @@ class _Iteration:
         out: Tensor | None,
         bounds: Bounds | None,
     ) -> None:
-        self.multiply, self.damping, self.iterations, self.dims = multiply, damping, iterations, dims
+        self.multiply, self.damping, self.iterations = multiply, damping, iterations
         self.diagonal, self.epsilon = diagonal, device.product_rounding(B)
         self.spare = torch.empty_like(B) if bounds is not None or not is_transformed(B) else None
         self.can_look = self.spare is not None and B.device.type == "cpu"
+        # A bound method would tie a knot of `Watch` and this, which would keep all arrays until Python looks for knots.
+        self._inner = partial(inner_product, dims, self.spare)
         self.first, self.scale = normalize(B, dims, self.spare)
         self.residual = self.search = self.first
         self.W_search = multiply(self.first)
@@ -213,11 +216,15 @@ class _Iteration:
             return (above / below).nan_to_num_(0.0)
         return above / below.add_(torch.finfo(below.dtype).tiny)
 
-    def _inner(self, left: Tensor, right: Tensor, weights: Tensor | None = None) -> Tensor:
-        product = torch.mul(left, right, out=self.spare)
-        if weights is not None:
-            product.mul_(weights)
-        return product.sum(self.dims, keepdim=True)
+
+def inner_product(
+    dims: tuple[int, ...], spare: Tensor | None, left: Tensor, right: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """The inner product of each column, perhaps weighted; `spare` is an array that may be overwritten."""
+    product = torch.mul(left, right, out=spare)
+    if weights is not None:
+        product.mul_(weights)
+    return product.sum(dims, keepdim=True)
 
 
 def normalize(B: Tensor, dims: tuple[int, ...], spare: Tensor | None = None) -> tuple[Tensor, Tensor]:
