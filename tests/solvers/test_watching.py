@@ -90,6 +90,6 @@ def test_a_solve_keeps_no_arrays_until_the_garbage_collector_runs(space: str, ro
     gc.disable()
     try:
         proxprop.nn.Linear(32, 16, solver=CG(10), space=space)(input).sum().backward()
-        assert not [kept for kept in gc.get_objects() if isinstance(kept, _Iteration | Watch)]
+        assert not [kept for kept in gc.get_objects() if type(kept) in (_Iteration, Watch)]
     finally:
         gc.enable()
