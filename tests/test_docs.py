@@ -78,6 +78,18 @@ def test_the_readmes_ratios_are_the_records() -> None:
     assert f"a millisecond, costs {' and '.join(small)}" in text
 
 
+def test_the_readmes_verdict_is_the_peers_pages() -> None:
+    page = " ".join((ROOT / "docs" / "peers.md").read_text().split())
+    text = " ".join(README.split())
+    verdict = re.search(r"the best ProxProp wins \d+, ties \d+ and loses \d+ of \d+ small tasks", page)
+    assert verdict is not None
+    assert verdict[0] in text
+    (better, worse) = re.findall(r"You use \*\*AdamW\*\*:.*?`CG\(3\)` (\d+) better, (\d+) worse", page)[0]
+    assert (better, worse) == ("3", "0")
+    assert "better in 3 of them and worse in none" in text
+    assert "You use **Muon**: a running S 2 better, 2 worse" in page
+
+
 WAYS = [
     ("mlp-fp32", "mlp-500", "fp32", "the paper's MLP"),
     ("resnet", "resnet18-last-128", "bf16", "ResNet-18"),
