@@ -74,7 +74,7 @@ def test_the_readmes_ratios_are_the_records() -> None:
     methods = "cg1", "cg3", "cg10", "exact"
     cpu = [f"{ratio('mlp-500', method, record='cpu-calm')} ({method})" for method in methods]
     assert f"On two CPU cores it costs {', '.join(cpu[:-1])} and {cpu[-1]}" in text
-    small = [f"{ratio('digits-100', method, record='cpu-calm')} ({method})" for method in ('cg3', 'exact')]
+    small = [f"{ratio('digits-100', method, record='cpu-calm')} ({method})" for method in ("cg3", "exact")]
     assert f"a millisecond, costs {' and '.join(small)}" in text
 
 

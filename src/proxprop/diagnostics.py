@@ -162,7 +162,8 @@ def scalars(
     Of an attached model, for each running average C of a layer's inputs: c, its `mean_square` over features; the
     `damping` ρc that is added to it; and its `spread`, the root mean square of C's eigenvalues over their mean. A
     spread of 1 means white inputs, of which a proximal step has nothing to gain; the largest possible is the root of
-    the number of features. There is nothing to tell before the first step.
+    the number of features. There is nothing to tell before the first step. Under several ranks each tells of the layers
+    that it owns.
 
     Args:
         source: the reports, or the handle.
@@ -219,7 +220,9 @@ def _averaged(attached: Attached) -> dict[str, dict[str, Tensor]]:
         )
     damping = averages.running.damping
     return {
-        equation.name: _moments(equation, average, damping) for equation, average in averages.averages.items()
+        equation.name: _moments(equation, average, damping)
+        for equation, average in averages.averages.items()
+        if not average.S.is_meta
     }
 
 
