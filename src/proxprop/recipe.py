@@ -6,8 +6,8 @@
 | `solver` | `Exact()` | an average is inverted once for many steps |
 | `scaling` | `"gradient"` | directions as long as gradients, so that BackProp's learning rate is a good start |
 
-The recipe is the same for every optimizer. In five small tasks of the peers' benchmark (docs/peers.md) a running S never
-made SGD or AdamW clearly worse. Muon it made better twice and worse twice, a PINN far worse: leave S out there.
+The recipe is the same for every optimizer. In five small tasks of the peers' benchmark (docs/peers.md) a running S
+never made SGD or AdamW clearly worse. Muon it made better twice and worse twice, a PINN far worse: leave S out there.
 """
 
 from collections.abc import Iterable, Sequence
