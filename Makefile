@@ -18,7 +18,7 @@ test-all: .venv/.dev  ## every test
 gpu-test:  ## every test that needs a GPU, in the Python that has torch for it; writes results/gpu-tests.json
 	$(PYTHON) tests/gpu_record.py
 
-check: .venv/.dev  ## format, lint, types, and the tests of `make test`: what CI runs
+check: .venv/.dev  ## format, lint, types, and the tests of `make test`; CI runs it and `make site`
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

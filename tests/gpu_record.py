@@ -24,6 +24,7 @@ TESTS = [
     "tests/test_side_streams.py",
     "tests/test_counting.py",
     "tests/deferred/test_cuda.py",
+    "tests/lab/test_peers_cuda.py",
     "tests/solvers/test_matmul.py",
     "tests/kernels",
 ]

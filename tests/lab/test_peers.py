@@ -343,15 +343,6 @@ class TestCommand:
         assert (tmp_path / "all.png").stat().st_size > 10_000
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("method", timing.GRAPHED)
-def test_a_captured_step_trains(method):
-    task = digits.make("digits", (64, 8, 10), batch=5, steps=4)
-    rows, failed = timing.time_task(task, {method: 0}, torch.device("cuda"), ["graph"], rounds=2)
-    assert [row["way"] for row in rows] == ["graph"]
-    assert not failed
-
-
 def test_a_way_that_does_not_run_a_method_is_told(monkeypatch):
     def broken(model, setting, task):
         raise RuntimeError("it can't\nbe")
