@@ -18,12 +18,21 @@ from tempfile import TemporaryDirectory
 import matplotlib.pyplot as plt
 import torch
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.utils import logging
 
 from proxprop.integrations.huggingface import ProxPropCallback
 from proxprop.lab.figures.style import LOOKS, SETTINGS
 
 plt.rcParams.update(SETTINGS)
+logging.set_verbosity_error()
 
 # %%
 # The data: windows of 64 bytes. The Trainer shifts the labels itself.
@@ -61,6 +70,7 @@ def losses(callbacks: list[TrainerCallback]) -> list[float]:
             disable_tqdm=True,
         )  # fmt: skip
         trainer = Trainer(model, arguments, train_dataset=Windows(), callbacks=callbacks)
+        trainer.remove_callback(PrinterCallback)  # the picture shows the losses
         trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

@@ -44,7 +44,7 @@ class Classifier(lightning.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         """The loss of one micro-batch."""
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        self.losses.append(float(loss))
+        self.losses.append(loss.item())
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
