@@ -7,8 +7,8 @@ training starts, attaches its optimizers, solves each step from all of its micro
 gives the module back as it was. Running averages are saved in Lightning's checkpoints.
 
 The task is a small one for a CPU: an MLP learns the labels of a random linear map from inputs of very different
-scale, the case that proximal steps are made for. One seed and one learning rate make a picture, not a comparison:
-those are in the records.
+scale. One seed and one learning rate make a picture, not a comparison: those are in the records. At this rate AdamW
+alone is ahead.
 """
 
 import warnings
@@ -90,8 +90,7 @@ for name, value in look.last.items():
     print(f"{name:36} {value:.3f}")
 
 # %%
-# A spread of 1 would mean white inputs, of which a proximal step has nothing to gain. The first layer's inputs are far
-# from that. What came out:
+# A spread of 1 would mean white inputs, of which a proximal step has nothing to gain. What came out:
 
 
 def smoothed(losses: list[float]) -> Tensor:
@@ -106,3 +105,6 @@ axes.plot(steps, smoothed(proximal), label="AdamW with ProxPropCallback", **LOOK
 axes.set(xlabel="step", ylabel="training loss", title="An MLP under Lightning")
 axes.legend()
 plt.show()
+
+assert plain[-1] < 0.6 * plain[0]
+assert proximal[-1] < 0.6 * proximal[0]
