@@ -34,7 +34,8 @@ seeds. A task's target is the median last score of tuned AdamW, fixed before the
 DECIDED = """## What was decided when
 
 This was not registered in advance. Single runs of all methods on some of the small tasks, with the trials' seed and
-without a record, came first. After them the ranges of SGD and of K-FAC were widened, the losses of the differential
+without a record, came first. After them the ranges of SGD, of ProxProp's directions under SGD and of K-FAC were
+widened, the losses of the differential
 equations were scaled to begin near one, and the image is scored on all its pixels. After AdamW's first recorded
 runs the target became the median of its seeds instead of the worst, and the autoencoder got Glorot's weights,
 because AdamW stayed on a plateau; its first 13 runs there were replaced. The rule by which ProxProp wins or loses
