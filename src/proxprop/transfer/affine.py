@@ -60,8 +60,11 @@ class Affine(Transfer):
         """
         if self.coarse or U.is_cuda:
             return super().rotated_gradient(U)
-        bias = U[:, 0].flatten() * self.sizes.samples**0.5 if self.bias else None
-        return self._weight(self._rotated_rows().mT @ U), bias
+        return self._weight(self._rotated_rows().mT @ U), self._rotated_bias(U)
+
+    def _rotated_bias(self, U: Tensor) -> Tensor | None:
+        """The bias of `A'ᵀU`."""
+        return U[:, 0].reshape(-1) * self.sizes.samples**0.5 if self.bias else None
 
     def _rotated_rows(self) -> Tensor:
         """The rows of rotated samples, with the features in any order."""

@@ -52,7 +52,7 @@ class BlockLayout(Transfer):
 
     def gram_of(self, transfer: Transfer) -> Tensor:
         """The blocks of a call's S; those of a linear layer are all that is formed."""
-        if not isinstance(transfer, LinearTransfer) or transfer.weight_shape is None:
+        if not isinstance(transfer, LinearTransfer):
             return self.blocks_of(transfer.gram())
         (A,) = transfer.rows()
         ones = [A.new_ones(len(A), 1)] if transfer.bias else []

@@ -82,16 +82,14 @@ class LinearTransfer(Affine):
         """`A'ᵀU`, whose first row holds the mean; the ones column is `√N` there and zero below."""
         if self.coarse:
             return super().rotated_gradient(U)
-        bias = U[0, 0] * self.sizes.samples**0.5 if self.bias else None
-        return self._weight_product(self._rotated_rows()[0], U[0]), bias
+        return self._weight_product(self._rotated_rows()[0], U[0]), self._rotated_bias(U)
 
     def rotated_products(self, U: Tensor) -> Products:
         """The weight is left to be multiplied: it is often far larger than both factors."""
         if self.coarse:
             return self.rotated_gradient(U)
-        bias = U[0, 0] * self.sizes.samples**0.5 if self.bias else None
         factors = [U[0], self._rotated_rows()[0]]
-        return pending_product(*(reversed(factors) if self.transposed else factors)), bias
+        return pending_product(*(reversed(factors) if self.transposed else factors)), self._rotated_bias(U)
 
     def _rotated_rows(self) -> Tensor:
         """Kept for the gradient, unless many layers are solved at a time and their products need copies in parts."""
