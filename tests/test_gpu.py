@@ -14,7 +14,18 @@ from proxprop import CG, Exact, device
 from proxprop.nn import TABLE
 from proxprop.solvers import SPACES, Solver, eigenbasis
 from quiet import quiet_same_padding
-from solvers.krylov import FLOAT32, REGIMES, TF32, System, assert_descends, backward, layer_for, system
+from solvers.krylov import (
+    FLOAT32,
+    IMAGES,
+    REGIMES,
+    TF32,
+    System,
+    assert_descends,
+    backward,
+    check_patches,
+    layer_for,
+    system,
+)
 from solvers.krylov import assert_close as assert_near_the_best
 
 if not torch.cuda.is_available():
@@ -143,6 +154,15 @@ def test_an_exact_direction_is_near_the_best_or_warned_of(regime: str, space: st
     if not warned:
         allowed = max(1e-2, 100 * of.amplification(FLOAT32))
         assert relative_error(D, of.exact) <= allowed
+
+
+@pytest.mark.parametrize("precision", ["float32"], indirect=True)
+@pytest.mark.parametrize("solver", [Exact(), CG(1)], ids=str)
+@pytest.mark.parametrize("images", IMAGES)
+def test_convolutions_in_sample_space_multiply_by_rotated_patches(
+    solver: Solver, images: str, precision: str
+) -> None:
+    check_patches(solver, images, "cuda")
 
 
 def direction_and_warning(of: System, solver: Solver, space: str) -> tuple[Tensor, bool]:

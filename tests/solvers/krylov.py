@@ -277,3 +277,25 @@ def assert_close(D: Tensor, of: System, iterations: int, precision: Precision = 
     shown = min(COLUMNS, D.shape[1])
     error = relative(D[:, :shown], of.best(iterations)[:, :shown])
     assert error <= of.allowed_error(iterations, shown, precision), error
+
+
+IMAGES: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
+    "equal": (44.0, lambda x: 1e6 * x[:1].expand_as(x)),
+    "small": (170.0, lambda x: 1e-6 * x),
+    "with a mean": (1e4, lambda x: 1 + 1e-3 * x),
+}
+"""A τ_θ, and what to make of normal images."""
+
+
+def check_patches(solver: Solver, images: str, device: str) -> None:
+    """A convolution in sample space: U is up to `τ_θ·G`, and its product with a large mean would be rounding alone."""
+    generator = torch.Generator().manual_seed(0)
+    tau_theta, make = IMAGES[images]
+    x = make(torch.randn(8, 3, 3, 3, generator=generator))
+    of = System(x.flatten(1), torch.randn(8, 16, generator=generator), tau_theta)
+    layer = proxprop.nn.Conv2d(3, 16, 3, solver=solver, tau_theta=tau_theta, space="sample", device=device)
+    layer(x.to(device)).backward(of.G[..., None, None].to(device))
+    D = torch.cat([layer.weight.grad.flatten(1).T, layer.bias.grad[None]]).double().cpu()
+    assert_descends(D, of)
+    expected = of.best(solver.iterations) if isinstance(solver, proxprop.CG) else of.exact
+    assert relative(D[:, : expected.shape[1]], expected) < 1e-4

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from proxprop import tuning
+from proxprop import device, tuning
 from proxprop.device import round_up
-from proxprop.solvers.matmul import square, transposed_square
+from proxprop.solvers.matmul import square, transposed_product, transposed_square
 from proxprop.solvers.rotation import rotate
 from proxprop.transfer.transfer import Parameters, Shapes, Transfer
 
@@ -25,6 +25,7 @@ class Affine(Transfer):
         self.weight_shape = weight or bias or torch.Size([0])
         self.bias = bias is not None
         self.ones = int(self.bias)  # columns of ones; a truth value can't be added to a symbolic size
+        self._rotated: Tensor | None = None
 
     @classmethod
     def channel_axis(cls, *options: Any) -> int | None:
@@ -55,20 +56,34 @@ class Affine(Transfer):
     def rotated_gradient(self, U: Tensor) -> Parameters:
         """`A'ᵀU`, whose first row holds the mean; the ones column is `√N` there and zero below.
 
-        U may be far larger than D, and `AᵀHU` would round by its size times the mean's. A GPU leaves that product to
-        the layer's own kernel all the same: it always rotates, and would have to form the rows once more.
+        U may be far larger than D, and `AᵀHU` would round by its size times the mean's. Where rows came in bfloat16,
+        their own rounding is larger than that.
         """
-        if self.coarse or U.is_cuda:
+        if self.coarse:
             return super().rotated_gradient(U)
-        return self._weight(self._rotated_rows().mT @ U), self._rotated_bias(U)
+        return self._weight_of_rows(self._rotated_rows(), U), self._rotated_bias(U)
+
+    def _weight_of_rows(self, A: Tensor, U: Tensor) -> Tensor:
+        """`AᵀU` in the weight's layout, for rows A as those of `rows`."""
+        if len(A) > 1:
+            return self._weight(A.mT @ U)
+        return self._weight(transposed_product(U[0], A[0]).mT[None])
 
     def _rotated_bias(self, U: Tensor) -> Tensor | None:
         """The bias of `A'ᵀU`."""
         return U[:, 0].reshape(-1) * self.sizes.samples**0.5 if self.bias else None
 
     def _rotated_rows(self) -> Tensor:
-        """The rows of rotated samples, with the features in any order."""
-        return rotate(self._any_rows())
+        """`HA` without the ones column, for rows that did not come in bfloat16.
+
+        They are kept for the gradient, unless many layers are solved at a time and their products need copies in terms.
+        """
+        if self._rotated is not None:
+            return self._rotated
+        rotated = rotate(self.rows())
+        if not device.is_traced() and (device.tf32_allowed() or not device.is_captured(rotated)):
+            self._rotated = rotated
+        return rotated
 
     def _any_rows(self) -> Tensor:
         """`rows`, with the features in any order."""

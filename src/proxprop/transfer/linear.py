@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxprop import device, tuning
+from proxprop import tuning
 from proxprop.solvers import Sizes
 from proxprop.solvers.matmul import pending_product, transposed_product, wide
 from proxprop.transfer.affine import Affine
@@ -33,7 +33,6 @@ class LinearTransfer(Affine):
         (input,), self.transposed = inputs, transposed
         self.input = input.reshape(-1, input.shape[-1])
         self.coarse = input.dtype == torch.bfloat16
-        self._rotated: Tensor | None = None
         self.sizes = Sizes(1, self.input.shape[0], input.shape[-1] + self.ones, like.shape[-1])
 
     @classmethod
@@ -78,12 +77,6 @@ class LinearTransfer(Affine):
         del G
         return self._weight_product(self.input, given.pop()), bias
 
-    def rotated_gradient(self, U: Tensor) -> Parameters:
-        """`A'ᵀU`, whose first row holds the mean; the ones column is `√N` there and zero below."""
-        if self.coarse:
-            return super().rotated_gradient(U)
-        return self._weight_product(self._rotated_rows()[0], U[0]), self._rotated_bias(U)
-
     def rotated_products(self, U: Tensor) -> Products:
         """The weight is left to be multiplied: it is often far larger than both factors."""
         if self.coarse:
@@ -91,14 +84,8 @@ class LinearTransfer(Affine):
         factors = [U[0], self._rotated_rows()[0]]
         return pending_product(*(reversed(factors) if self.transposed else factors)), self._rotated_bias(U)
 
-    def _rotated_rows(self) -> Tensor:
-        """Kept for the gradient, unless many layers are solved at a time and their products need copies in parts."""
-        if self._rotated is not None:
-            return self._rotated
-        rotated = super()._rotated_rows()
-        if not device.is_traced() and (device.tf32_allowed() or not device.is_captured(rotated)):
-            self._rotated = rotated
-        return rotated
+    def _weight_of_rows(self, A: Tensor, U: Tensor) -> Tensor:
+        return self._weight_product(A[0], U[0])
 
     def _weight_product(self, X: Tensor, G: Tensor) -> Tensor:
         """`GᵀX` in the weight's layout; a factor that the caller does not keep is freed before the product."""
