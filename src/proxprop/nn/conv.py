@@ -5,7 +5,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from proxprop.nn.layer import ProximalLayer, under_autocast
+from proxprop.nn.affine import AffineLayer
 from proxprop.torch_internals import convolve, output_padding
 from proxprop.transfer import ConvGeometry, ConvTransfer, ConvTransposeTransfer, LayerCall
 from proxprop.transfer.conv_transpose import CONVOLVE_TRANSPOSED
@@ -13,17 +13,12 @@ from proxprop.transfer.conv_transpose import CONVOLVE_TRANSPOSED
 AnyConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
-class ConvLayer(ProximalLayer):
+class ConvLayer(AffineLayer):
     """What the convolutions share; mixed into torch's, whose attributes it reads."""
 
     def forward(self, input: Tensor) -> Tensor:
         """torch's own forward."""
-        conv = cast(nn.Conv2d, self)
-        if not self._solves():
-            input = self._as_seen(input)
-            return self._tap(cast(Tensor, super().forward(input)), (input,))
-        inputs = [under_autocast(input)]
-        return self._product(partial(convolve, conv), self._call(), inputs, conv.weight, conv.bias)
+        return self._affine(partial(convolve, cast(nn.Conv2d, self)), input)
 
     def _call(self) -> LayerCall:
         return LayerCall(ConvTransfer, (geometry(cast(nn.Conv2d, self)),))
@@ -47,23 +42,19 @@ class Conv3d(ConvLayer, nn.Conv3d):
     plain = nn.Conv3d
 
 
-class ConvTransposeLayer(ProximalLayer):
+class ConvTransposeLayer(AffineLayer):
     """What the transposed convolutions share; mixed into torch's, whose attributes it reads."""
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """torch's own forward."""
         conv = cast(nn.ConvTranspose2d, self)
-        if not self._solves():
-            input = self._as_seen(input)
-            return self._tap(cast(Tensor, super().forward(input, output_size)), (input,))
-        walk, extra = geometry(conv), output_padding(conv, input, output_size)
 
         def convolve_transposed(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            options = walk.stride, walk.widths, extra, walk.groups, walk.dilation
+            extra = output_padding(conv, input, output_size)
+            options = conv.stride, cast(tuple[int, ...], conv.padding), extra, conv.groups, conv.dilation
             return CONVOLVE_TRANSPOSED[len(extra)](input, weight, bias, *options)
 
-        inputs = [under_autocast(input)]
-        return self._product(convolve_transposed, self._call(), inputs, conv.weight, conv.bias)
+        return self._affine(convolve_transposed, input, options=(output_size,))
 
     def _call(self) -> LayerCall:
         return LayerCall(ConvTransposeTransfer, (geometry(cast(nn.ConvTranspose2d, self)),))

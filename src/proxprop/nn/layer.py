@@ -255,10 +255,6 @@ class ProximalLayer(nn.Module):
         self._check(output, inputs)
         return self._attached.tap(output, inputs, part, of)
 
-    def _as_seen(self, input: Any) -> Any:
-        """An input as a matrix product sees it, where deferred mode will look at it."""
-        return under_autocast(input) if self._attached is not None else input
-
     def _check(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
         """Raise unless the output is linear in what is trained, and all is real, dense and not transformed."""
         refuse_transforms(self._layer_name)

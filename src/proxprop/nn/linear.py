@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from proxprop.nn.layer import ProximalLayer, under_autocast
+from proxprop.nn.affine import AffineLayer
 from proxprop.transfer import BilinearTransfer, LayerCall, LinearTransfer
 
 
-class Linear(ProximalLayer, nn.Linear):
+class Linear(AffineLayer, nn.Linear):
     """`torch.nn.Linear` whose `.grad` after backward is the proximal direction.
 
     Args:
@@ -29,54 +29,43 @@ class Linear(ProximalLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """torch's own forward."""
-        if not self._solves():
-            seen = self._as_seen(input)
-            return self._tap(super().forward(seen), (seen,), of=input)
-        inputs = [under_autocast(input)]
-        return self._product(functional.linear, self._call(), inputs, self.weight, self.bias)
+        return self._affine(functional.linear, input)
 
     def _call(self) -> LayerCall:
         return LayerCall(LinearTransfer)
 
 
-class Bilinear(ProximalLayer, nn.Bilinear):
+class Bilinear(AffineLayer, nn.Bilinear):
     """`torch.nn.Bilinear` whose `.grad` after backward is the proximal direction; see `Linear`."""
 
     plain = nn.Bilinear
 
     def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
         """torch's own forward."""
-        if not self._solves():
-            return self._tap(super().forward(input1, input2), (input1, input2))
-        inputs = [input1, input2]
-        return self._product(functional.bilinear, self._call(), inputs, self.weight, self.bias)
+        return self._affine(functional.bilinear, input1, input2)
 
     def _call(self) -> LayerCall:
         return LayerCall(BilinearTransfer)
 
+    def _cast(self, input: Tensor) -> Tensor:
+        """As it is: autocast leaves bilinear products alone."""
+        return input
 
-class RegisteredLinear(ProximalLayer):
+
+class RegisteredLinear(AffineLayer):
     """Mixed into a class of another library that computes `x Wᵀ + b`.
 
     That it really does is checked on the first training call.
     """
 
-    weight: Tensor
-    bias: Tensor | None
     product: ClassVar[str] = "x Wᵀ + b"
     transposed: ClassVar[bool] = False
 
     def forward(self, input: Tensor) -> Tensor:
         """The same product as the plain class's forward."""
-        if not self._solves():
-            input = self._as_seen(input)
-            output = cast(Tensor, super().forward(input))
-            if self._observed():
-                self._check_once(input, output)
-            return self._tap(output, (input,))
-        inputs = [under_autocast(input)]
-        output = self._product(self._linear, self._call(), inputs, self.weight, self.bias)
-        self._check_once(input, output)
+        output = self._affine(self._linear, input)
+        if not vars(self).get("_checked") and (self._solves() or self._observed()):
+            self._check_product(input, output)
         return output
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -85,11 +74,9 @@ class RegisteredLinear(ProximalLayer):
     def _call(self) -> LayerCall:
         return LayerCall(LinearTransfer, (self.transposed,))
 
-    def _check_once(self, input: Tensor, output: Tensor) -> None:
+    def _check_product(self, input: Tensor, output: Tensor) -> None:
         """Compare the plain class's forward with what it was registered for; one of the two is the output."""
-        if vars(self).get("_checked") or torch.compiler.is_compiling() or output.is_meta:
-            return
-        if not bool(output.isfinite().all()):
+        if torch.compiler.is_compiling() or output.is_meta or not bool(output.isfinite().all()):
             return  # a later call will tell
         with torch.no_grad():
             expected = (
