@@ -5,8 +5,8 @@
 Every method takes ten steps in turn, round after round, so that a ratio compares neighbours in time and a
 factorisation every ten steps is counted once; the median over rounds is printed with its quartiles. All steps are
 eager. Also measured: how far deferred directions are from immediate ones, and what a Gram matrix, a factorisation, a
-solve and packing cost by size, from which docs/scaling.md is computed. Needs torch alone; PYTHONPATH=src where
-proxprop is not installed.
+solve, an inverse (ours and that of torch.linalg) and packing cost by size, from which docs/scaling.md is computed.
+Needs torch alone; PYTHONPATH=src where proxprop is not installed.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from ways import held_memory, make_optimizers, peak_memory, take_workspaces
 import proxprop
 from proxprop import Exact, Running
 from proxprop.deferred.packing import pack, packed_size, unpack
-from proxprop.solvers.cholesky import factorize
+from proxprop.solvers.cholesky import factorize, factorize_whole
 
 METHODS = ("backprop", "immediate", "deferred", "running-1", "running-10", "observe-10")
 RUNNING = {
@@ -142,6 +142,8 @@ def piece(features: int, precision: str, device: str, samples: int = 8192) -> di
         "gram": lambda: A.mT @ A,
         "factor": lambda: factorize(S.clone(), 1.0),
         "solve": lambda: factor.prepared(B.shape[-1])(B),
+        "inverse": lambda: factorize_whole(S.clone(), 1.0).inverse(),
+        "library_inverse": lambda: torch.cholesky_inverse(torch.linalg.cholesky_ex(S)[0]),
         "pack": lambda: pack(S, packed),
         "unpack": lambda: unpack(packed, S),
         "plain": lambda: A @ S[0],

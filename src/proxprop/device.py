@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -55,6 +56,20 @@ def coarse_numbers() -> Iterator[None]:
         yield
     finally:
         _coarse.reset(before)
+
+
+@contextmanager
+def float32_products(precision: Literal["ieee", "tf32"], like: Tensor) -> Iterator[None]:
+    """Round the factors of float32 products on a GPU to TF32 within this context, or do not, whatever is allowed."""
+    if not like.is_cuda or torch.compiler.is_compiling():
+        yield
+        return
+    products = torch.backends.cuda.matmul
+    before, products.fp32_precision = products.fp32_precision, precision
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
 
 
 def tf32_allowed() -> bool:

@@ -68,6 +68,9 @@ CHOLESKY_BLOCK = 512
 CHOLESKY_UNIT = 32
 """Rows in a block are a multiple of this number, as tensor cores prefer (h200.json)."""
 
+TRIANGLE_MOST_ROWS = 512
+"""Most rows of the blocks that are inverted by substitution when a triangle is inverted by halves (not tuned)."""
+
 INVERTED_TOGETHER_MOST_ROWS = 1024
 """Most rows of averages that are inverted together, so that few large ones are held at a time (not tuned)."""
 

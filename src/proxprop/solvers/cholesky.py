@@ -16,6 +16,7 @@ from proxprop.solvers.matmul import transposed_product
 from proxprop.solvers.memory import is_transformed
 from proxprop.solvers.rotation import rotate
 from proxprop.solvers.solver import PreparedSolve, ProductSolve, Solution
+from proxprop.solvers.triangular import inverse_of_product, inverse_of_triangle
 
 LEAST_PIVOT = 4
 """A pivot must be larger than its diagonal entry times this multiple of `ε√size`."""
@@ -141,22 +142,18 @@ class LapackFactorization(TriangularFactorization):
         return solved
 
     def inverse(self) -> Tensor:
-        """By LAPACK's own routine on a CPU; that of a GPU can't be captured in a CUDA graph."""
-        return self.solve(self._identity()) if self.L.is_cuda else torch.cholesky_inverse(self.L)
+        """By LAPACK's own routine on a CPU; by products on a GPU, where that routine can't be captured."""
+        return inverse_of_product(self.L) if self.L.is_cuda else torch.cholesky_inverse(self.L)
 
     def inverse_factor(self) -> Tensor:
-        """By one triangular solve."""
-        solved: Tensor = torch.linalg.solve_triangular(self.L, self._identity(), upper=False)
-        return solved
+        """By halves."""
+        return inverse_of_triangle(self.L)
 
     def prepared(self, outputs: int, rotated: bool = False) -> PreparedSolve:
         """With as many outputs as rows, a CPU multiplies by the inverse faster than it substitutes."""
         if outputs < self.L.shape[-1] or self.L.is_cuda or rotated:
             return super().prepared(outputs, rotated)
         return ProductSolve(self.inverse(), lambda B: Solution(B, self.failed))
-
-    def _identity(self) -> Tensor:
-        return torch.eye(self.L.shape[-1], dtype=self.L.dtype, device=self.L.device).expand_as(self.L)
 
 
 class TritonFactorization(TriangularFactorization):
