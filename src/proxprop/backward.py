@@ -20,7 +20,7 @@ from proxprop.torch_internals import in_transform
 from proxprop.transfer import LayerCall, Parameters, Shapes, Transfer
 
 Observer = Callable[[Transfer, Tensor, Direction, Settings], None]
-"""Is shown each solve: the transfer, the output gradient G, the direction, the settings."""
+"""A callback for each solve, given the transfer, the output gradient G, the direction and the settings."""
 
 
 @dataclass
@@ -31,11 +31,11 @@ class Task:
         call: how the layer was called.
         settings: how it is solved.
         layer: how messages call the layer.
-        failures: is told of a factorisation that failed.
-        observer: is shown the solve.
-        inputs: how many tensors are saved.
-        parameters: how many parameters come behind them.
-        side: the stream to solve on, beside the backward pass; None in line with it.
+        failures: warns of solves that failed.
+        observer: called with each solve; None for nobody.
+        inputs: number of saved tensors.
+        parameters: number of parameters behind them.
+        side: where to solve beside the backward pass; None solves in line with it.
     """
 
     call: LayerCall
@@ -50,7 +50,7 @@ class Task:
     def transfer(self, saved: Sequence[Tensor], output: Tensor, shapes: Shapes) -> tuple[Transfer, Tensor]:
         """The transfer of this call and `output` (or its gradient), in the precision to solve in.
 
-        That is as it came where all is bfloat16 on a GPU and the transfer takes that.
+        Nothing is cast if everything is bfloat16 on a GPU and the transfer takes that.
         """
         takes_bfloat16 = output.is_cuda and self.call.kind.takes_bfloat16
         if takes_bfloat16 and {output.dtype, *(tensor.dtype for tensor in saved)} == {torch.bfloat16}:
@@ -59,13 +59,13 @@ class Task:
         return self.call.transfer(_floats(saved, output.dtype), output, shapes), output
 
     def plan(self, inputs: Sequence[Tensor], output: Tensor, parameters: Sequence[Tensor | None]) -> Plan:
-        """What backward will do for this call."""
+        """The plan that backward will follow for this call."""
         shapes = [p.shape if p is not None and p.requires_grad else None for p in parameters]
         transfer, like = self.transfer([tensor.detach() for tensor in inputs], output.detach(), shapes)
         return described(transfer, self.settings, like)
 
     def direction(self, saved: Sequence[Tensor], G: Tensor, shapes: Shapes) -> Parameters:
-        """The solved direction; a failure is noted and the observer shown."""
+        """The solved direction. Warns of a failure and calls the observer."""
         direction = self._replayed(saved, G, shapes)
         if direction is None:
             transfer, G = self.transfer(saved, G, shapes)
@@ -82,7 +82,7 @@ class Task:
             return solve(transfer, G, self.settings, ready, unmultiplied)
 
     def _replayed(self, saved: Sequence[Tensor], G: Tensor, shapes: Shapes) -> Direction | None:
-        """The direction by a CUDA graph; None where the solve is not replayed."""
+        """The direction by a CUDA graph; None if the solve is not replayed."""
         found = replays(G)
         if found is None or self.observer is not None:
             return None
@@ -92,7 +92,7 @@ class Task:
         return found.solve(question, lambda given: self._unmultiplied(given, shapes), [*saved, G])
 
     def _unmultiplied(self, tensors: Sequence[Tensor], shapes: Shapes) -> Direction:
-        """The direction for the saved tensors and G, of which a large last product is left to be multiplied."""
+        """Solve for the saved tensors and G, but leave a large last product for later."""
         *saved, G = tensors
         return self._solve(*self.transfer(saved, G, shapes), unmultiplied=True)
 
@@ -130,7 +130,7 @@ class Proximal(torch.autograd.Function):
 
 
 def save(ctx: Any, output: Tensor, task: Task, tensors: Sequence[Tensor | None]) -> None:
-    """Keep what backward needs: the layer's inputs, and shapes and precisions of its parameters and its output."""
+    """Save what backward needs: the layer's inputs, and shapes and precisions of its parameters and its output."""
     ctx.task = task
     ctx.save_for_backward(*tensors[: task.inputs])
     parameters = tensors[task.inputs : task.inputs + task.parameters]
@@ -139,20 +139,20 @@ def save(ctx: Any, output: Tensor, task: Task, tensors: Sequence[Tensor | None])
 
 
 def trained_shapes(ctx: Any) -> Shapes:
-    """The shapes of a node's parameters, None for one that this backward pass gives nothing to."""
+    """The shapes of a node's parameters; None for one that gets no gradient in this backward pass."""
     trained = ctx.needs_input_grad[2 + ctx.task.inputs :][: ctx.task.parameters]
     return [p[0] if t else None for p, t in zip(ctx.parameters, trained, strict=True)]
 
 
 def in_own_precision(ctx: Any, found: Parameters) -> list[Tensor | None]:
-    """What was found for a node's parameters, each in its own precision."""
+    """Directions of a node's parameters, each cast to the precision of its parameter."""
     return [cast(d, p[1]) if d is not None else None for d, p in zip(found, ctx.parameters, strict=True)]
 
 
 def prepare_early(ctx: Any) -> None:
-    """Prepare the solve of a node that is still to be run, on its stream, if that is in sample space.
+    """Prepare the solve of a node that has not run yet, on its stream, if it is in sample space.
 
-    In feature space S is a product over many samples, which would stand in the way of the first of the backward pass.
+    In feature space S is a product over many samples, which would delay the start of the backward pass.
     """
     task, saved, (shape, dtype) = ctx.task, ctx.saved_tensors, ctx.output
     device = saved[0].device
@@ -189,7 +189,7 @@ def attach_direction(
 def as_transfer(
     call: LayerCall, inputs: Sequence[Tensor], output: torch.Size, shapes: Shapes, dtype: torch.dtype
 ) -> Transfer:
-    """The transfer of a call whose output has this shape, for S in this precision; bfloat16 inputs stay so on a GPU."""
+    """The transfer of a call with an output of this shape, for S in this precision; a GPU does not cast bfloat16."""
     half = all(tensor.is_cuda and tensor.dtype == torch.bfloat16 for tensor in inputs)
     if half and call.kind.takes_bfloat16 and dtype == torch.float32:
         return call.transfer(inputs, inputs[0].new_empty(()).expand(output), shapes)
@@ -209,13 +209,13 @@ def precision(*tensors: Tensor) -> torch.dtype:
 
 
 def no_autocast(device: str) -> Any:
-    """Autocast off, where it is on; the meta device has none."""
+    """A context without autocast; the meta device has none to switch off."""
     on = device != "meta" and torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
 def refuse_second_derivative(layer: str) -> None:
-    """Raise RuntimeError where backward is to be differentiated again."""
+    """Raise RuntimeError if backward is to be differentiated again."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
             f"{layer}: a proximal direction can't be differentiated again, but "

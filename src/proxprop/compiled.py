@@ -1,10 +1,9 @@
 """The operator that a compiled backward pass calls for a layer's direction.
 
-Traced operation by operation, a solve would be compiled anew for each layer and batch size, which takes minutes for a
-deep network, and neither kernels nor transforms of ours would be left in it. As one operator, `proxprop::direction`, it
-is in a compiled step what it is in an eager one. An operator takes tensors, numbers and words, so layers and settings
-are described to it by these. What can't be described so is traced: embeddings and normalisations, which only divide,
-and solvers that others bring.
+Traced operation by operation, a solve would be compiled for each layer and batch size, which takes minutes for a deep
+network, and our kernels and transforms would be lost. As one operator, `proxprop::direction`, a solve is the same in a
+compiled step as in an eager one. Operators take only tensors, numbers and strings, so layers and settings are described
+by these. What can't be described is traced: embeddings and normalisations, which only divide, and custom solvers.
 """
 
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ from proxprop.transfer import (
 KINDS: dict[str, type[Transfer]] = {
     kind.__name__: kind for kind in (LinearTransfer, ConvTransfer, ConvTransposeTransfer)
 }
-"""Transfers whose calls numbers can describe."""
+"""Transfers whose calls can be described by numbers."""
 
 torch.library.define(
     "proxprop::direction",
@@ -125,7 +124,7 @@ def _task(
     space: Space | None,
     *shapes: torch.Size | None,
 ) -> Task:
-    """The task that was described; one for all compiled layers that are alike, which warn together."""
+    """The task that was described. Compiled layers that are alike share it, and its one warning."""
     chosen = CG(solver[0], bool(solver[1])) if solver else Exact()
     shown = " and ".join(str(list(shape)) for shape in shapes if shape is not None)
     return Task(

@@ -28,7 +28,7 @@ class Direction(NamedTuple):
     """A solved direction and how it came about.
 
     Attributes:
-        products: in the shapes of the layer's parameters; some may still have to be multiplied.
+        products: in the shapes of the layer's parameters; large products may still be pending.
         plan: what was planned.
         failed: as in `Solution`.
     """
@@ -53,7 +53,7 @@ def planned(transfer: Transfer, settings: Settings) -> Plan:
 
 
 def described(transfer: Transfer, settings: Settings, like: Tensor) -> Plan:
-    """The plan for a call, and which backend it gets; `like` is a tensor of the call in the precision to solve in."""
+    """The plan for a call and its backend; `like` is a tensor of the call in the precision to solve in."""
     chosen = planned(transfer, settings)
     groups, samples, features, outputs = transfer.sizes
     size = samples if chosen.space == SAMPLE else features
@@ -80,7 +80,7 @@ class PreparedSamples:
 
 
 def prepare(transfer: Transfer, settings: Settings, like: Tensor) -> PreparedSamples:
-    """Form K, of rotated samples where their mean would cost K its digits, and do what needs no G.
+    """Form K and do everything that needs no G. Samples are rotated if their mean would cost K its digits.
 
     Args:
         transfer: the layer's call.
@@ -110,7 +110,7 @@ def solve(
         G: gradient of the loss at the layer's output, in the output's layout.
         settings: the user's choices.
         prepared: what was prepared for it, in sample space.
-        unmultiplied: whether a large last product is left to be multiplied.
+        unmultiplied: whether to leave a large last product for later.
 
     Returns:
         The direction, in the shapes of the layer's parameters.
@@ -148,7 +148,7 @@ def _in_sample_space(
         return transfer.direction(ready.left if factor == 1.0 else ready.left * factor, right), failed
     U, failed = ready(G).times(factor)
     given = [transfer.from_samples(U)]
-    del U  # so that what it is given to can free it
+    del U  # `gradient` can then free it
     return transfer.gradient(given.pop()), failed
 
 
@@ -158,7 +158,7 @@ def _in_feature_space(transfer: Transfer, G: Tensor, settings: Settings) -> tupl
     S, gradient = transfer.normal_equations(G)
     ready = settings.solver.prepared(FEATURE, S, settings.damping(samples), outputs)
     B = transfer.to_features(gradient)
-    del S, gradient  # what is not needed any more need not outlive this
+    del S, gradient  # free their memory before the solve
     V, failed = ready(B).times(settings.factor(samples))
     return transfer.from_features(V), failed
 
@@ -172,7 +172,7 @@ def _matrix_free(transfer: Transfer, G: Tensor, settings: Settings) -> tuple[Par
 
 
 def _should_retry(transfer: Transfer, settings: Settings, failed: Tensor | None) -> bool:
-    """Whether to solve again matrix-free what rounding of K or S spoilt: where a CPU can look without waiting."""
+    """Whether to solve again matrix-free because rounding of K or S spoilt the solution; only a CPU can look."""
     if failed is None or failed.device.type != "cpu" or is_transformed(failed):
         return False
     possible = MATRIX_FREE in settings.solver.spaces and MATRIX_FREE in transfer.spaces

@@ -10,15 +10,15 @@ from torch import Tensor
 from proxprop.solvers.memory import is_transformed
 
 LOOKED_AT = 32
-"""A GPU looks at one in so many solves of a layer, the first among them."""
+"""On a GPU the outcome of one in this many solves of a layer is looked at, starting with the first."""
 
 
 @dataclass
 class FailureWarner:
-    """Warns of the first failure that it is told of.
+    """Warns of a layer's first failure.
 
-    On a GPU the flag is copied to the host in the background and looked at in a later call. That takes the host longer
-    than a launch, so only some solves are looked at.
+    On a GPU the flag is copied to the host in the background and read in a later call. That takes the host longer than
+    a launch, so only some solves are checked.
     """
 
     warned: bool = False
@@ -29,9 +29,9 @@ class FailureWarner:
         """Look at the outcome of one solve.
 
         Args:
-            layer: how the warning calls the layer.
+            layer: name of the layer in the warning.
             failed: true where the solve failed.
-            reason: what the warning says, `Solver.failure`.
+            reason: text of the warning, `Solver.failure`.
         """
         if failed is None or self.warned:
             return

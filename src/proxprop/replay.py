@@ -5,13 +5,13 @@ layer, the same shapes and the same settings launches the same kernels every tim
 captured, and from then on a solve is: copy the input and G in, replay, multiply or copy D out. Layers of the same
 shapes share a graph.
 
-All graphs of a device share one pool of memory. Nothing in it outlives a replay, so it is as large as what the largest
-solve needs, not as what all of them do together; that one is captured first, so that the others find room in its
-memory. `use_cuda_graphs(False)` frees it.
+All graphs of a device share one pool of memory. Nothing in it outlives a replay, so the pool needs room for the
+largest solve, not for all of them together. The largest is captured first, so that the others fit into its memory.
+`use_cuda_graphs(False)` frees the pool.
 
-A solve is not replayed under a compiler or a dispatch mode, in a step that is itself captured, where diagnostics watch
-it, or where it is so large that a GPU is busy for longer than the host. Nor are solvers and layers that do not promise
-to be the same kernels every time (`capturable`). If a capture fails, for lack of memory say, its solves stay eager.
+A solve is not replayed under a compiler or a dispatch mode, in a step that is itself captured, while diagnostics watch
+it, or if it is so large that the GPU is busy for longer than the host. Solvers and layers that do not promise to launch
+the same kernels every time (`capturable`) are not replayed either. If a capture fails, its solves stay eager.
 """
 
 from collections import OrderedDict
@@ -119,7 +119,7 @@ class Replays:
         return found
 
     def _is_due(self, question: Hashable, bytes: int) -> bool:
-        """Whether a solve was seen often enough to be worth a capture, and the largest one is captured."""
+        """Whether a solve was seen often enough to be captured, and is not to wait for a larger one."""
         if len(self.seen) > MOST_SEEN:
             self.seen.clear()
         self.seen[question] = self.seen.get(question, 0) + 1
@@ -129,7 +129,7 @@ class Replays:
         return often and not (patient and not self.kept and bytes < self.largest)
 
     def _follow(self) -> None:
-        """Let this stream wait for the one that used the pool before."""
+        """Make this stream wait for the one that used the pool before."""
         current = self.current_stream()
         if self.last is not None and current is not None and current != self.last:
             current.wait_stream(self.last)
@@ -157,7 +157,7 @@ def copied(direction: Direction) -> Direction:
 
 
 def replays(like: Tensor) -> Replays | None:
-    """Those of a tensor's device; None where solves are not replayed."""
+    """The replays of a tensor's device; None if solves are not replayed."""
     if not _switched_on or not like.is_cuda or device.is_traced() or device.is_captured(like):
         return None
     return _replays(like.device)
@@ -181,9 +181,9 @@ def _pool_bytes(pool: Any) -> int:
 class GraphCapture:
     """Captures solves on a device, in one pool of memory.
 
-    The allocator gives a pool new memory wherever what is free in it is too short by a bit. So the first solve, the
-    largest, is captured a few times, in pools that begin with one array, freed at once, of a share of what the solve
-    took without it; the smallest pool is kept.
+    The allocator adds memory to a pool whenever no free block is quite long enough. So the first solve, the largest, is
+    captured several times, in pools that begin with one array that is freed at once, of several sizes. The smallest
+    pool is kept.
     """
 
     def __init__(self, on: torch.device) -> None:
@@ -222,7 +222,7 @@ class GraphCapture:
 
 
 BEGIN_WITH = 0.45, 0.6, 0.75
-"""Shares to try of what the first solve takes."""
+"""Sizes of that array, as shares of the memory that the first solve takes without it."""
 
 
 @cache

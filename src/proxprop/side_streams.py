@@ -159,8 +159,8 @@ def pays(spaces: Sequence[str], output: Tensor, views: Sequence[Tensor | None]) 
 
     - The step is not captured in a CUDA graph.
     - The solve is only a division, or so large that several would fill a GPU's memory.
-    - Something acts on each gradient as soon as it is finished (other ranks, an optimizer that steps in backward);
-      a join comes last.
+    - Something acts on each gradient as soon as it is finished (other ranks, an optimizer that steps in backward),
+      but joins come last.
     - Reading the saved inputs may compute, as in a checkpoint; other streams would read the result too early.
 
     Args:

@@ -61,7 +61,7 @@ IN_A_CALL = {
     "bias",
     "in_proj_bias",
 }
-"""What decides how a layer is called and what it computes; torch's own private methods do too."""
+"""Attributes that decide how a layer is called and what it computes, beside torch's own private methods."""
 
 
 def _row(kind: type[nn.Module]) -> type[ProximalLayer] | None:
@@ -78,7 +78,7 @@ def known_base(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def stands_for(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """The class of the table that `kind` computes the same as: itself, or one it changes no call of; else None."""
+    """The class of the table that `kind` computes the same as: itself, or a base whose calls it does not change."""
     base = known_base(kind)
     if base is None or base is kind:
         return base
@@ -90,7 +90,7 @@ def stands_for(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def known(kind: type[nn.Module]) -> type[ProximalLayer] | None:
-    """The proximal class of a class that the table has, or that stands for one it has; None for another."""
+    """The proximal class of a class in the table, or of one that stands for such a class; else None."""
     base = stands_for(kind)
     found = _row(base) if base is not None else None
     return found if found is None or base is kind else found.derived(kind)

@@ -21,9 +21,9 @@ class AnyLinearInParameters(ProximalLayer):
 
     @classmethod
     def derived(cls, plain: type[nn.Module]) -> type[ProximalLayer]:
-        """As of any layer, but its forward stays out of torch.compile's reach.
+        """As for any layer, but torch.compile does not trace its forward.
 
-        That is said here because `torch.compiler.disable` imports the compiler, which takes seconds.
+        This is not a decorator because `torch.compiler.disable` imports the compiler, which takes seconds.
         """
         found = super().derived(plain)
         if "forward" not in vars(found):
@@ -46,7 +46,7 @@ class AnyLinearInParameters(ProximalLayer):
         return self._attach(output, call, tensors, parameters)
 
     def _check_once(self, plain: nn.Module, output: Any, args: Any, kwargs: Any) -> None:
-        """Check linearity on the first call that can tell: not an empty one, nor one with infinities or NaN."""
+        """Check linearity on the first call with an output that is neither empty nor infinite nor NaN."""
         if vars(self).get("_checked"):
             return
         telling = not isinstance(output, Tensor) or _tells(output)

@@ -23,17 +23,17 @@ from proxprop.torch_internals import has_hooks
 from proxprop.transfer import LayerCall
 
 Planned = Callable[[nn.Module, Plan], None]
-"""Is told the module that owns the parameters of each system a forward pass sets up, and its plan."""
+"""A callback for each system that a forward pass sets up, given the module that owns its parameters and its plan."""
 
 
 class Part(NamedTuple):
-    """One of the systems that a layer sets up, as far as it is known without an input.
+    """One of a layer's systems, as far as it is known without an input.
 
     Attributes:
         blocks: for each of the transfer's parameters its name in the layer and the rows that take part; None for
-            one that the layer does not have.
-        call: how the layer is called; its `layout` is known without an input.
-        usual: whether calls are expected to set it up, rather than another one about the same rows.
+            a parameter that the layer lacks.
+        call: how the layer is called.
+        usual: whether calls are expected to set it up, rather than another system with the same rows.
     """
 
     blocks: tuple[tuple[str, slice] | None, ...]
@@ -51,7 +51,7 @@ class Attachment(Protocol):
             output: of the layer.
             inputs: as its products saw them.
             part: which of the layer's systems this is.
-            of: what the first input was made of, where that is another tensor; other layers may see it too.
+            of: the tensor that the first input was cast from; other layers that see it share S.
         """
 
     def explicit(self) -> bool:
@@ -62,11 +62,11 @@ class Attachment(Protocol):
 
 
 COMPUTED = {"weight", "in_proj_weight"}
-"""Parameters that, where found as plain attributes, are computed by a hook."""
+"""Parameters that a hook computes if they are found as plain attributes."""
 
 
 _turns = count()
-"""Numbers layers, so that neighbours are solved on different streams, and a layer always on the same one."""
+"""Numbers layers, so that neighbours are solved on different streams and a layer always on the same one."""
 
 
 def _setting(name: str) -> Any:
@@ -80,7 +80,7 @@ def _setting(name: str) -> Any:
         layer.check(settings)
         layer._settings = settings
 
-    return property(read, write, doc=f"`{name}` of `proxprop.convert`; what is written to it is checked.")
+    return property(read, write, doc=f"`{name}` of `proxprop.convert`; new values are checked.")
 
 
 class ProximalLayer(nn.Module):
@@ -169,11 +169,11 @@ class ProximalLayer(nn.Module):
         self._turn, self._rests = next(_turns), False
 
     def _call(self) -> LayerCall | None:
-        """How the layer is called; None where that is known with an input only, or there is no Gram matrix to sum."""
+        """How the layer is called; None if that depends on the input, or if there is no Gram matrix to sum."""
         return None
 
     def _parts(self) -> dict[str, Part]:
-        """The systems that calls can set up, by the name they give to `_attach`; none without a Gram matrix."""
+        """The systems that calls can set up, by the name they give to `_tap`; none without a Gram matrix."""
         call = self._call()
         if call is None:
             return {}
@@ -181,13 +181,13 @@ class ProximalLayer(nn.Module):
         return {"": Part(tuple((name, slice(None)) if has else None for name, has in there), call)}
 
     def _tie(self, attachment: Attachment | None) -> None:
-        """Go over to deferred mode, or back to immediate mode where there is none."""
+        """Switch to deferred mode, or back to immediate mode if there is no attachment."""
         self._rest(False)
         self._attached = attachment
 
     @contextmanager
     def _watched(self, observer: Observer | None = None, planned: Planned | None = None) -> Iterator[None]:
-        """Within, the observer is shown the solves of calls that are made, and `planned` is told their plans."""
+        """Within this context the observer receives the solves of calls, and `planned` their plans."""
         before, kind = (self._observer, self._planned), type(self)
         self._rest(False)
         self._observer, self._planned = observer, planned
@@ -198,26 +198,24 @@ class ProximalLayer(nn.Module):
             self._rest("awake" in vars(kind))
 
     def _rest(self, resting: bool) -> None:
-        """Run the plain class's own forward and nothing of ours, or wake up again."""
+        """Run only the plain class's own forward from now on, or wake up again."""
         kind = type(self)
         awake: Any = vars(kind).get("awake", kind)
         self.__class__ = _resting(awake) if resting else awake
-        self._rests = (
-            resting  # Dynamo of torch 2.11 looks at a module again only if its attributes have changed
-        )
+        self._rests = resting  # torch 2.11's Dynamo checks a module again only if an attribute changed
 
     def _note_failure(self, failed: Tensor | None) -> None:
         """Warn once if a solve of this layer failed."""
         self._failures.note(self._layer_name, failed, self._settings.solver.failure)
 
     def _abandon(self) -> None:
-        """Become the plain class again, without the attributes that are declared above."""
+        """Become the plain class again, without the attributes declared above."""
         for name in ProximalLayer.__annotations__:
             vars(self).pop(name, None)
         self.__class__ = self.plain  # type: ignore[assignment]
 
     def _solves(self) -> bool:
-        """Whether this call is solved inside backward, or is to tell its plan."""
+        """Whether this call is solved inside backward, or has to report its plan."""
         trains = self._trains()  # also where deferred mode solves: it refuses what can't be
         return trains and (self._attached is None or self._planned is not None)
 
@@ -231,7 +229,7 @@ class ProximalLayer(nn.Module):
         )
 
     def _trains(self) -> bool:
-        """Whether this call needs a direction, or S: gradients are on and there is something to train."""
+        """Whether this call needs a direction or S: gradients are enabled and something is trained."""
         if self._is_replica:
             raise RuntimeError(
                 f"{self._layer_name}: nn.DataParallel's replicas have no parameters to give a direction to. Use "
@@ -239,7 +237,7 @@ class ProximalLayer(nn.Module):
             )
         if self._attached is not None and self._attached.explicit():
             return False
-        own = self._parameters.values()  # asked first, because it takes longer to walk through submodules
+        own = self._parameters.values()  # checked first, because walking through submodules takes longer
         trains = torch.is_grad_enabled() and (_some_train(own) or _some_train(self.parameters()))
         if trains and several_ranks() and not torch.compiler.is_compiling():
             check_layer(self, self._layer_name, self._attached is not None)
@@ -248,7 +246,7 @@ class ProximalLayer(nn.Module):
     def _tap(
         self, output: Tensor, inputs: Sequence[Tensor], part: str = "", of: Tensor | None = None
     ) -> Tensor:
-        """The output of torch's own forward; where deferred mode observes the call, with S of its inputs behind it."""
+        """The output of torch's own forward. If deferred mode observes the call, backward adds S of its inputs."""
         if not self._observed():
             return output
         assert self._attached is not None
@@ -256,7 +254,7 @@ class ProximalLayer(nn.Module):
         return self._attached.tap(output, inputs, part, of)
 
     def _check(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
-        """Raise unless the output is linear in what is trained, and all is real, dense and not transformed."""
+        """Raise unless the output is linear in what is trained and all tensors are real, dense and untransformed."""
         refuse_transforms(self._layer_name)
         if not torch.compiler.is_compiling() and self._is_reparametrized():
             raise RuntimeError(
@@ -303,18 +301,18 @@ class ProximalLayer(nn.Module):
             call: how the layer was called.
             inputs: the tensors that backward needs, as its products saw them.
             parameters: None for one that the layer does not have.
-            owner: the module they belong to, where it is not this one.
+            owner: the module they belong to, if it is not this one.
         """
         if torch.compiler.is_compiling():
             # Dynamo makes a float an input of the graph that reads it first. The backward graphs of several layers
-            # read this one, so that it has to be read out here.
+            # read this one, so it has to be read here, in the forward graph.
             assert self._settings.tau_theta > 0
         self._check(output, inputs)
         if not _some_train(parameters):
             return output
         compiles = torch.compiler.is_compiling()
         is_opaque = compiles and self._observer is None and can_be_described(call, self._settings)
-        # A name would tell a layer from others of its kind, and torch would compile each of them anew.
+        # With its own name, each layer would be compiled separately.
         name = "a compiled layer" if compiles else self._layer_name
         task = (CompiledTask if is_opaque else Task)(
             call, self._settings, name, self._failures, self._observer,
@@ -325,7 +323,7 @@ class ProximalLayer(nn.Module):
         return attach_direction(output, task, inputs, parameters)
 
     def _side_solve(self, output: Tensor, parameters: Sequence[Tensor | None]) -> SideSolve | None:
-        """Where a call is solved beside the backward pass; None where it is solved in line with it."""
+        """Where to solve beside the backward pass; None solves in line with it."""
         if self._observer is not None:
             return None
         return (
@@ -338,7 +336,7 @@ class ProximalLayer(nn.Module):
         return "parametrizations" in self._modules or not COMPUTED.isdisjoint(vars(self))
 
     def extra_repr(self) -> str:
-        """The plain layer's line, and the settings that are not the default."""
+        """The plain layer's line, and the settings that differ from the defaults."""
         shown = [f"solver={self.solver}", f"tau_theta={self.tau_theta:g}"]
         if self.scaling != "paper":
             shown.append(f"scaling={self.scaling!r}")
@@ -349,9 +347,9 @@ class ProximalLayer(nn.Module):
 
 @cache
 def _resting(kind: Any) -> Any:
-    """A class as between two observed steps: a call is the plain class's own forward, eager or compiled.
+    """The class of a layer between two observed steps: a call is the plain class's own forward, eager or compiled.
 
-    A copy or a pickle of a layer that rests is awake, and not attached.
+    A copy or a pickle of a resting layer is awake and not attached.
     """
 
     def reduce(layer: ProximalLayer, protocol: Any) -> Any:
@@ -381,12 +379,12 @@ def _some_train(parameters: Iterable[Tensor | None]) -> bool:
 
 
 def parameter_views(*parameters: Tensor | None) -> list[Tensor | None]:
-    """What to attach a direction to: the parameters, or views of them, to be made before the layer's forward runs.
+    """The tensors to attach a direction to: the parameters, or views of them made before the layer's forward runs.
 
-    Autograd runs later nodes first. Through a view that is older than the forward's node, the direction reaches
-    the parameter after that node has used the parameter for the input's gradient, so that an optimizer may
-    step as soon as a gradient is there. In a captured step views are where solves join. Elsewhere they would only
-    take time. A compiled backward is one node, and an exported program should show no more than the plain layer's.
+    Autograd runs later nodes first. Through a view that is older than the forward's node, the direction reaches the
+    parameter after that node has used the parameter for the input's gradient, so an optimizer may step as soon as a
+    gradient is there. In a captured step, solves join at these views. Elsewhere views would only take time. A compiled
+    backward is one node, and an exported program should look like the plain layer's.
     """
     if torch.compiler.is_compiling() or not any(_needs_view(p) for p in parameters if p is not None):
         return list(parameters)

@@ -26,7 +26,7 @@ class NormLayer(ProximalLayer):
         return self._attach(output, self._call(), (input, *self._statistics()), parameters)
 
     def _call(self) -> LayerCall:
-        """How the layer normalises; holds no reference to its tensors."""
+        """How the layer normalises. It holds no reference to the layer's tensors."""
         raise NotImplementedError
 
     def _statistics(self) -> tuple[Tensor, ...]:

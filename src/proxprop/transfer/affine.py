@@ -15,8 +15,8 @@ from proxprop.transfer.transfer import Parameters, Shapes, Transfer
 class Affine(Transfer):
     """A layer with a weight `[groups·outputs, ...]` and perhaps a bias `[groups·outputs]`.
 
-    The bias is the coefficient of a column of ones behind the rows of the input. The ones are never stored:
-    they add 1 to every entry of K, and a border of column sums to S. A bias that is not trained has no column.
+    The bias is the coefficient of a column of ones behind the rows of the input. The ones are never stored: they add 1
+    to every entry of K, and a border of column sums to S. A bias that is not trained has no column.
     """
 
     def __init__(self, like: Tensor, shapes: Shapes) -> None:
@@ -24,12 +24,12 @@ class Affine(Transfer):
         self.output_shape = like.shape
         self.weight_shape = weight or bias or torch.Size([0])
         self.bias = bias is not None
-        self.ones = int(self.bias)  # columns of ones; a truth value can't be added to a symbolic size
+        self.ones = int(self.bias)  # number of columns of ones; a bool can't be added to a symbolic size
         self._rotated: Tensor | None = None
 
     @classmethod
     def channel_axis(cls, *options: Any) -> int | None:
-        """The output's axis that is the bias's."""
+        """The axis of the output that the bias belongs to."""
         return -1
 
     def rows(self) -> Tensor:
@@ -44,7 +44,7 @@ class Affine(Transfer):
     def rotated_sample_gram(self) -> Tensor:
         """K of rotated samples; the ones column adds N to its first entry.
 
-        Rows that came in bfloat16 are multiplied as they are, which is exact, and K is rotated after.
+        Rows that came in bfloat16 are multiplied as they are, which is exact, and K is rotated afterwards.
         """
         if self.coarse:
             return super().rotated_sample_gram()
@@ -86,7 +86,7 @@ class Affine(Transfer):
         return rotated
 
     def _any_rows(self) -> Tensor:
-        """`rows`, with the features in any order."""
+        """`rows`, perhaps with the features in another order."""
         return self.rows()
 
     def gram(self) -> Tensor:
@@ -99,7 +99,7 @@ class Affine(Transfer):
         """An unbiased estimate of S from a few rows, `N/rows·Σaaᵀ` over rows drawn without replacement.
 
         Args:
-            index: which samples, each of the N with the same chance.
+            index: which of the N samples, each drawn with the same probability.
         """
         A, scale = self.sampled_rows(index), self.sizes.samples / len(index)
         S = transposed_square(A).mul_(scale)
@@ -125,7 +125,7 @@ class Affine(Transfer):
         columns = self._columns(weight)
         if bias is None:
             return columns
-        if columns.mT.is_contiguous() and columns.device.type == "cpu":  # a GPU's kernels take columns
+        if columns.mT.is_contiguous() and columns.device.type == "cpu":  # kernels on a GPU take columns
             return torch.cat([columns.mT, bias.reshape(groups, outputs, 1)], dim=-1).mT
         return torch.cat([columns, bias.reshape(groups, 1, outputs)], dim=-2)
 
@@ -145,7 +145,7 @@ class Affine(Transfer):
         return columns.mT.reshape(self.weight_shape)
 
     def _border(self, S: Tensor, sums: Tensor) -> Tensor:
-        """S of the input rows, with the row and column that the ones add."""
+        """S of the input rows, bordered by the row and the column that the ones add."""
         groups, samples, features, _ = self.sizes
         bordered = S.new_full((groups, features, round_up(features, tuning.ALIGNED)), float(samples))[
             ..., :features

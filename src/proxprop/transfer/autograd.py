@@ -15,9 +15,9 @@ from proxprop.transfer.transfer import Parameters, Shapes, Transfer
 
 
 class AutogradTransfer(Transfer):
-    """`φ` is the module's forward, `φ*` its parameters' gradient: all that matrix-free solvers ask for.
+    """`φ` is the module's forward and `φ*` its parameters' gradient, which is all that matrix-free solvers need.
 
-    Nothing is known of how parameters belong to outputs, so the system has one column: all trained parameters
+    It is not known which parameters belong to which outputs, so the system has one column: all trained parameters
     stacked. Conjugate gradients then take one step length for the whole module.
 
     Args:
@@ -85,8 +85,8 @@ class AutogradTransfer(Transfer):
 def copied(module: nn.Module) -> nn.Module:
     """A copy of the module that shares its parameters but not its buffers.
 
-    It has no hooks of its own; those of modules inside it stay. Replacing parameters in the copy never shows in
-    the module, so threads do not meet.
+    It has no hooks of its own; those of modules inside it stay. Replacing parameters in the copy does not change the
+    module, so threads do not interfere.
     """
     shared: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
     copy = deepcopy(module, shared)
@@ -105,7 +105,7 @@ def _in_precision(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 TENSOR = object()
-"""Stands in a call's arguments where one of its saved tensors goes."""
+"""Placeholder for a saved tensor in a call's arguments."""
 
 
 def generic_call(
@@ -166,7 +166,7 @@ def _random_like(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _close(left: Tensor, right: Tensor) -> bool:
-    """Equal but for rounding, measured against the whole array; autocast rounds more than the array may show."""
+    """Equal up to rounding relative to the largest entry, also to that of autocast."""
     difference, size = (left - right).abs().max(), torch.maximum(left.abs().max(), right.abs().max())
     device, dtypes = left.device.type, [left.dtype]
     if torch.is_autocast_enabled(device):

@@ -42,7 +42,7 @@ class ConvTransfer(Affine):
         self.coarse = input.dtype == torch.bfloat16
         channels, *positions = like.shape[-self.dimensions - 1 :]
         self.batched = input if input.dim() == self.dimensions + 2 else input[None]
-        if not geometry.pads_evenly:  # done once, so that all that follows may leave padding to torch
+        if not geometry.pads_evenly:  # pad here once, so that torch can do all padding that is left
             self.batched = geometry.pad(self.batched)
             geometry = replace(geometry, padding=((0, 0),) * self.dimensions, mode="constant")
         self.geometry, groups = geometry, geometry.groups
@@ -76,7 +76,7 @@ class ConvTransfer(Affine):
         return self._channels_first(self._any_rows(), 2)
 
     def _any_rows(self) -> Tensor:
-        """`rows`, with channels last where that is the faster copy."""
+        """`rows`, with channels last if that is the faster copy."""
         return self._patches(slice(None))
 
     def gram(self) -> Tensor:
@@ -90,7 +90,7 @@ class ConvTransfer(Affine):
         return self._border(S, patch_sums(x, axes)) if self.bias else S
 
     def normal_equations(self, G: Tensor) -> tuple[Tensor, Parameters]:
-        """S and the gradient, from the same patches where those are what S comes from, in bfloat16."""
+        """S and the gradient; in bfloat16 both come from the same patches, if S comes from patches."""
         if not self._takes_patches() or self.gram_method().gram is not None:
             return super().normal_equations(G)
         G = G.reshape(self.batched_shape)
@@ -119,7 +119,7 @@ class ConvTransfer(Affine):
         return self._border(S, sums) if self.bias else S, self._channels_first(weight, 1)
 
     def sampled_rows(self, index: Tensor) -> Tensor:
-        """Some of the patches, cut out without unfolding the others."""
+        """Some of the patches, without unfolding the others."""
         at: tuple[Tensor, ...] = ()
         for size in reversed(self.batched_shape[2:]):  # torch.unravel_index would make a GPU wait
             at, index = (index % size, *at), index // size
@@ -153,7 +153,7 @@ class ConvTransfer(Affine):
         return G.sum([0, *range(2, G.dim())], dtype=wide(G)) if self.bias else None
 
     def _weight_gradient(self, G: Tensor) -> Tensor:
-        """That of torch's own kernel, of some images at a time where they came in bfloat16; of few, from patches."""
+        """The gradient by torch's own kernel; in bfloat16 a few images at a time, or from patches if those are few."""
         if not self.coarse:
             return self._own_weight_gradient(G)
         if self._takes_patches() and self.sizes.samples <= self.sizes.features:
@@ -182,10 +182,10 @@ class ConvTransfer(Affine):
             yield images, type(self)([input], like, [self.weight_shape, bias], self.geometry)
 
     def _takes_patches(self) -> bool:
-        """Whether gradients may come from patches, for which few samples need little memory.
+        """Whether gradients may come from patches, which take little memory for few samples.
 
-        They are in bfloat16, and the convolution's own kernel takes those only if it may round what it returns to
-        bfloat16, which a solve magnifies. In float32 it needs a copy, and may round a solution to TF32.
+        Patches are for bfloat16: the convolution's own kernel would round its result to bfloat16, which a solve
+        magnifies. In float32 it would need a copy of the input, and may round a solution to TF32.
         """
         return self.coarse and self.sizes.groups == 1 and self.sizes.samples > 0
 
@@ -219,20 +219,20 @@ class ConvTransfer(Affine):
         return tuning.OWN_PRICE_ON_A_GPU if self.batched.is_cuda else 1.0
 
     def _images(self, numbers: int, most: int) -> Iterator[slice]:
-        """So many images at a time that of all their numbers there are at most so many, or one."""
+        """Slices of the images such that each has at most `most` of all `numbers`, or is one image."""
         at_once = max(1, most * len(self.batched) // max(1, numbers))
         for start in range(0, len(self.batched), at_once):
             yield slice(start, start + at_once)
 
     def _padded(self, images: slice) -> Tensor:
-        """What patches of some images are cut from."""
+        """The padded input that patches of some images are cut from."""
         return self.geometry.pad(self.batched[images])
 
     def _patches(self, images: slice) -> Tensor:
         """Patches `[groups, batch·positions, features]` of some images, by strided views and one copy.
 
-        The features are in the order of a weight, or channels last where numbers are so short that a GPU takes longer
-        to find than to copy them: then those that are copied together lie together.
+        The features are in the order of a weight. In bfloat16 they are channels last, because a GPU copies numbers
+        faster that lie side by side.
         """
         d, padded = self.dimensions, self._padded(images)
         if self.coarse:
@@ -243,7 +243,7 @@ class ConvTransfer(Affine):
         return patches.reshape(self.sizes.groups, -1, self.sizes.features - self.ones)
 
     def _channels_first(self, array: Tensor, dim: int) -> Tensor:
-        """Features in the order of a weight, from that of patches."""
+        """Reorder features from the order of patches to the order of a weight."""
         if not self.coarse:
             return array
         split: Tensor = array.unflatten(dim, (prod(self.geometry.filter_size), -1))

@@ -73,10 +73,10 @@ Constant = TypeVar("Constant", bound=Callable[..., Any])
 
 
 def kept(constant: Constant) -> Constant:
-    """Keep a constant on a device, the last of its arguments, for those to come with the same arguments.
+    """Cache a constant by its arguments, of which the last is its device.
 
-    A thread of its own makes it: where a compiled step is about to become CUDA graphs, what its thread allocates on a
-    GPU belongs to them, and torch refuses to share it.
+    A separate thread makes it: while a compiled step is being turned into CUDA graphs, memory that its thread allocates
+    on a GPU belongs to those graphs, and torch refuses to share it.
     """
 
     @cache

@@ -1,4 +1,4 @@
-"""Which way a convolution's Gram matrix S is formed: one function that can be asked, and says why.
+"""How a convolution's Gram matrix S is formed: one function chooses, and says why.
 
 A method's `gram` takes an input `[batch, groups, channels, *space]`, not padded, and the walks along its dimensions.
 It returns S `[groups, features, features]` without the ones column. Patches have none: the layer cuts them out.

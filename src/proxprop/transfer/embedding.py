@@ -87,7 +87,7 @@ class EmbeddingTransfer(Table):
         return self._lookup(parameters).view(self.output_shape)
 
     def gradient(self, G: Tensor) -> Parameters:
-        """G summed into the entries it came from."""
+        """G summed by entry."""
         return self._scatter(G.reshape(-1, self.shape[1]), self.coefficients)
 
     def diagonal(self) -> Tensor:

@@ -70,7 +70,7 @@ class LinearTransfer(Affine):
         return functional.linear(self.input.to(weight.dtype), weight, bias).view(self.output_shape)
 
     def gradient(self, G: Tensor) -> Parameters:
-        """`GᵀX` and the column sums of G, which is freed before that product where the caller does not keep it."""
+        """`GᵀX` and the column sums of G. G is freed before the product if the caller does not keep it."""
         G = G.reshape(-1, G.shape[-1])
         bias = G.sum(0, dtype=wide(G)) if self.bias else None
         given = [G]
@@ -78,7 +78,7 @@ class LinearTransfer(Affine):
         return self._weight_product(self.input, given.pop()), bias
 
     def rotated_products(self, U: Tensor) -> Products:
-        """The weight is left to be multiplied: it is often far larger than both factors."""
+        """The weight's product is left for later: it is often far larger than both factors."""
         if self.coarse:
             return self.rotated_gradient(U)
         factors = [U[0], self._rotated_rows()[0]]
@@ -88,13 +88,13 @@ class LinearTransfer(Affine):
         return self._weight_product(A[0], U[0])
 
     def _weight_product(self, X: Tensor, G: Tensor) -> Tensor:
-        """`GᵀX` in the weight's layout; a factor that the caller does not keep is freed before the product."""
+        """`GᵀX` in the weight's layout; factors that the caller does not keep are freed before the product."""
         factors = [X, G] if self.transposed else [G, X]
         del X, G
         return transposed_product(factors.pop(0), factors.pop())
 
     def is_narrow(self) -> bool:
-        """Whether a matrix of samples is multiplied by the input with less work than by G."""
+        """Whether multiplying a sample-space matrix by the input is less work than multiplying it by G."""
         inputs = self.sizes.features - self.ones
         return not self.coarse and 0 < inputs < self.sizes.outputs
 

@@ -16,7 +16,7 @@ Parameters = tuple[Tensor | None, ...]
 """One tensor for each of the layer's parameters, in its own shape; None for one that is not trained."""
 
 Products = tuple[Tensor | PendingProduct | None, ...]
-"""`Parameters`, some of which are still to be multiplied."""
+"""`Parameters`, some of which may be pending products."""
 
 Shapes = Sequence[torch.Size | None]
 """The shape of each of the layer's parameters; None for one that is not trained."""
@@ -29,9 +29,9 @@ class GramMethod:
     Attributes:
         name: what `summary` calls it.
         reason: why it was chosen.
-        gram: forms S from the input, where that is not the product of rows; see `conv_gram`.
+        gram: forms S from the input; None for the product of rows. See `conv_gram`.
         flops: its FLOPs; None for those of the product of rows.
-        price: what one of them costs beside one of a product with K or S.
+        price: price of one of them, in FLOPs of a product with K or S.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Transfer(ABC):
     capturable: ClassVar[bool] = False
     """Whether equal calls launch the same kernels on a GPU and read no tensors but those they are given."""
     coarse: bool = False
-    """Whether inputs and gradients come in bfloat16: a solve need not be more precise."""
+    """Whether inputs and gradients come in bfloat16, so that a solve may be less precise."""
 
     @abstractmethod
     def __init__(self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes, *options: Any) -> None:
@@ -118,7 +118,7 @@ class Transfer(ABC):
         return self.gradient(self.from_samples(rotate(U)))
 
     def rotated_products(self, U: Tensor) -> Products:
-        """`rotated_gradient`, of which large products may be left to be multiplied."""
+        """`rotated_gradient`, but large products may be left for later."""
         return self.rotated_gradient(U)
 
     def gram(self) -> Tensor:
@@ -135,7 +135,7 @@ class Transfer(ABC):
         return ROWS
 
     def own_price(self) -> float:
-        """What a FLOP of φ and φ* costs beside one of a product with K or S."""
+        """Price of a FLOP of φ and φ*, in FLOPs of a product with K or S."""
         return 1.0
 
     def diagonal(self) -> Tensor:
@@ -155,5 +155,5 @@ class Transfer(ABC):
 
 
 def nothing(*shape: int, **options: Any) -> Tensor:
-    """A tensor `[0, *shape]` without memory, to make a transfer without samples from."""
+    """A tensor `[0, *shape]` without memory, for a transfer without samples."""
     return torch.empty(0, *shape, device="meta", **options)
