@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from proxprop import device, tuning
 from proxprop.device import round_up
@@ -91,9 +92,7 @@ class Affine(Transfer):
 
     def gram(self) -> Tensor:
         """`S = AᵀA`; the ones column adds the border `(Aᵀ1, samples)`."""
-        A = self.rows()
-        S = transposed_square(A)
-        return self._border(S, A.sum(-2, dtype=S.dtype)) if self.bias else S
+        return self._square(self.rows())
 
     def sampled_gram(self, index: Tensor) -> Tensor:
         """An unbiased estimate of S from a few rows, `N/rows·Σaaᵀ` over rows drawn without replacement.
@@ -101,9 +100,7 @@ class Affine(Transfer):
         Args:
             index: which of the N samples, each drawn with the same probability.
         """
-        A, scale = self.sampled_rows(index), self.sizes.samples / len(index)
-        S = transposed_square(A).mul_(scale)
-        return self._border(S, A.sum(-2, dtype=S.dtype).mul_(scale)) if self.bias else S
+        return self._square(self.sampled_rows(index)).mul_(self.sizes.samples / len(index))
 
     def sampled_rows(self, index: Tensor) -> Tensor:
         """Some of `rows`."""
@@ -143,6 +140,17 @@ class Affine(Transfer):
     def _weight(self, columns: Tensor) -> Tensor:
         """The inverse of `_columns`."""
         return columns.mT.reshape(self.weight_shape)
+
+    def _square(self, A: Tensor) -> Tensor:
+        """`AᵀA` for some of the rows, the ones column included.
+
+        One copy of A with as many columns of ones as alignment asks for takes fewer calls than to border the product.
+        """
+        if not self.bias:
+            return transposed_square(A)
+        inputs = A.shape[-1]
+        ones = round_up(inputs + 1, tuning.ALIGNED) - inputs
+        return transposed_square(functional.pad(A, (0, ones), value=1.0))[..., : inputs + 1, : inputs + 1]
 
     def _border(self, S: Tensor, sums: Tensor) -> Tensor:
         """S of the input rows, bordered by the row and the column that the ones add."""
