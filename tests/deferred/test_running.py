@@ -445,6 +445,55 @@ def test_a_resumed_run_equals_one_that_went_on(through: str, solver: Solver, tmp
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
+class CrossAttention(nn.Module):
+    """Keys and values of another input than the queries, so that the packed weight is never one system."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x[:, :2], x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["", "state asked for before"])
+def test_a_resumed_run_of_cross_attention_equals_one_that_went_on(asked: bool) -> None:
+    def fresh() -> tuple[nn.Module, torch.optim.Optimizer, proxprop.Attached]:
+        torch.manual_seed(0)
+        model = proxprop.convert(CrossAttention().double(), Exact(), include_last=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        running = Running(update_every=1, invert_every=2)
+        return model, optimizer, proxprop.attach(optimizer, model, running=running)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> None:
+        for seed in seeds:
+            optimizer.zero_grad()
+            model(randn(3, 5, 4, seed=seed)).square().sum().backward()
+            optimizer.step()
+
+    runs = first, second, untouched = fresh(), fresh(), fresh()
+    train(*first[:2], range(3))
+    train(*untouched[:2], range(3))
+    if asked:
+        second[2].state_dict()
+    for one, other in zip(second, first, strict=True):
+        one.load_state_dict(other.state_dict())
+    for run in runs:
+        train(*run[:2], range(3, 7))
+    for values in zip(*(model.parameters() for model, *_ in runs), strict=True):
+        assert torch.equal(values[0], values[1])
+        assert torch.equal(values[0], values[2])  # looking at the state changes nothing
+
+
+def test_a_detached_handle_holds_no_averages() -> None:
+    model, optimizer, handle = training(Running())
+    steps(model, optimizer, range(1))
+    assert handle.bytes_held > 0
+    handle.detach()
+    assert handle.bytes_held == 0
+    assert handle.state_dict() == {}
+
+
 def test_the_state_is_a_plain_dict_of_tensors_by_layer_names() -> None:
     model, optimizer, handle = training(Running())
     names = {f"{layer}.{key}" for layer in ("0", "3") for key in ("S", "samples", "steps", "kept")}

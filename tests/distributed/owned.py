@@ -89,6 +89,11 @@ def different_layers_are_refused() -> None:
     message = rf"different layers: on rank 0 .*name='2'.*on rank {dist.get_world_size() - 1} .*attach"
     with pytest.raises(RuntimeError, match=message):
         proxprop.attach(torch.optim.SGD(wrapper.parameters(), lr=0.1), wrapper)
+    model[2].requires_grad_(True)
+    handle = proxprop.attach(
+        torch.optim.SGD(wrapper.parameters(), lr=0.1), wrapper
+    )  # nothing was left behind
+    handle.detach()
 
 
 def trained_later(way: str) -> None:

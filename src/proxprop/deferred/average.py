@@ -420,9 +420,10 @@ def entries(averages: Averages, clusters: Sequence[Cluster]) -> Iterator[Entry]:
     S̄ and N̄ of every system, and every cluster's number of steps and kept matrices; zeros before the first step.
     """
     for cluster in clusters:
-        for system in cluster.systems:
-            if system.usual:
-                averages.make_room(system, cluster)
+        if not any(system in averages.averages for system in cluster.systems):
+            for system in cluster.systems:
+                if system.usual:
+                    averages.make_room(system, cluster)
         if not cluster.operators:
             cluster.keep(averages.empty_operators(cluster))
         yield Entry(f"{cluster.name}.steps", torch.tensor(cluster.steps), cluster, owned=False)
@@ -448,6 +449,8 @@ def load_state_dict(averages: Averages, clusters: Sequence[Cluster], state: Mapp
         for system in cluster.systems:
             if f"{system.name}.S" in state:
                 averages.make_room(system, cluster)
+            elif cluster.place.mine:
+                averages.averages.pop(system, None)
         cluster.keep(averages.empty_operators(cluster))
     for entry in entries(averages, clusters):
         name, tensor, *_ = entry

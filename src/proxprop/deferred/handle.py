@@ -232,10 +232,15 @@ class Attached(Joins):
         }
         update_every = running.update_every if running is not None else 1
         self.clusters = [Cluster(systems, update_every) for systems in components(self.systems)]
-        self._watches = {cluster: Watch(cluster) for cluster in self.clusters}
         for cluster in self.clusters:
             cluster.systems[0].alone = len(cluster.systems) == 1 and running is None
         self._cluster_of: dict[Equation, Cluster] = {s: c for c in self.clusters for s in c.systems}
+        self.exchange = Exchange(self.clusters, running)
+        # Ranks may turn out to differ here, so that nothing must be tied or hooked before.
+        self.reduction = Reduction(
+            model, self.systems, lambda system: self._cluster_of[system].place.owner, self._settle
+        )
+        self._watches = {cluster: Watch(cluster) for cluster in self.clusters}
         self._ties: dict[Cluster, list[Attachment]] = {}
         for layer, systems in parts.items():
             clusters = dict.fromkeys(self._cluster_of[system] for system in systems.values())
@@ -245,10 +250,6 @@ class Attached(Joins):
             layer._tie(tie)
             for cluster in clusters:
                 self._ties.setdefault(cluster, []).append(tie)
-        self.exchange = Exchange(self.clusters, running)
-        self.reduction = Reduction(
-            model, self.systems, lambda system: self._cluster_of[system].place.owner, self._settle
-        )
         self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
         if self.averages is not None:
             self._hooks.append(model.register_forward_pre_hook(BeforeForward(self)))
@@ -424,6 +425,9 @@ class Attached(Joins):
         for choice in self.choices.values():
             choice.layer._tie(None)
         self._hooks, self.systems, self.clusters, self._watches = [], [], [], {}
+        self.exchange = Exchange([], None)
+        if self.averages is not None:
+            self.averages.averages.clear()
         self._detached = True
 
     def state_dict(self, whole: bool = False) -> dict[str, Tensor]:
