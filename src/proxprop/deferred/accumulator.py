@@ -421,6 +421,11 @@ class System(Equation):
         """Whether S is summed in this step."""
         return self.watch is None or self.watch.cluster.observed
 
+    @property
+    def waits(self) -> bool:
+        """Whether a backward pass has brought something to solve for, here or on another rank."""
+        return self.watch is not None and self.watch.waiting
+
     def note_average(self) -> None:
         """A backward pass begins whose gradients are averaged over ranks, also of a layer that this one did not use."""
         if self.watch is not None:

@@ -127,9 +127,10 @@ class Reduction:
         covered = {system for sent, _ in self._sent for system in sent} | self._totals.keys()
         waiting = [s for s in systems if s.current and (s.S is not None or s not in covered)]
         waiting = [s for s in waiting if self.ranks.sums(s.parameters[0]) is not None]
-        if not any(system.S is not None for system in waiting):
+        # a rank that did not use a layer in this step has a say in it all the same
+        begun = self._agree([s for s in waiting if s.layer not in self._parts and s.waits])
+        if not begun and not any(system.S is not None for system in waiting):
             return
-        self._agree([s for s in waiting if s.layer not in self._parts])
         for sums in dict.fromkeys(self.ranks.sums(s.parameters[0]) for s in waiting):
             assert sums is not None
             mine = [s for s in waiting if self.ranks.sums(s.parameters[0]) is sums]
@@ -141,10 +142,14 @@ class Reduction:
                     "first step on the parts whose S is summed. Call proxprop.attach anew"
                 )
 
-    def _agree(self, systems: Sequence[System]) -> None:
-        """Settle with all ranks which of a layer's parts are in use; attention has more than a model uses."""
+    def _agree(self, systems: Sequence[System]) -> bool:
+        """Settle with all ranks which of a layer's parts are in use; attention has more than a model uses.
+
+        Returns:
+            Whether any of them is.
+        """
         if not systems:
-            return
+            return False
         sums = self.ranks.sums(systems[0].parameters[0])
         assert sums is not None
         used = torch.tensor([float(s.S is not None) for s in systems], device=systems[0].current[0].device)
@@ -152,6 +157,7 @@ class Reduction:
         for system, flag in zip(systems, flags, strict=True):
             if flag:
                 self._parts.setdefault(system.layer, []).append(system)
+        return any(flags)
 
     def _takes_part(self, system: System) -> bool:
         return bool(system.current) and system in self._parts.get(system.layer, ())
