@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import proxprop
 from proxprop import Attached
-from proxprop.deferred.packing import packed_size
+from proxprop.deferred.collectives import packed_size
 
 Wrapped = tuple[DistributedDataParallel, torch.optim.Optimizer, Attached]
 
@@ -227,8 +227,8 @@ def layer_reached_several_times() -> None:
     for each, batch in ((alone, whole("exact")), (model, share(whole("exact")))):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.0)
         attached = proxprop.attach(optimizer, each)
-        if sums := attached.reduction.ranks.sums(alone.first.weight):
-            sums.limit = 1  # a bucket for each layer
+        if group := attached.clusters[0].group:
+            group.limit = 1  # a bucket for each layer
         for _ in range(2):
             optimizer.zero_grad()
             mean_square(each(batch)).backward()
@@ -292,7 +292,7 @@ def bytes_are_counted() -> None:
     model, optimizer, attached = wrapped("exact")
     mean_square(model(share(whole("exact")))).backward()
     optimizer.step()
-    sizes = {cluster: packed_size(cluster.systems[0].current[0].shape) for cluster in attached.clusters}
+    sizes = {cluster: packed_size(cluster.systems[0].leaves[0].shape) for cluster in attached.clusters}
     others = 8 * sum(size for cluster, size in sizes.items() if not cluster.place.mine)
     own = 8 * sum(p.numel() for cluster in sizes if cluster.place.mine for p in cluster.parameters)
     own *= dist.get_world_size() - 1
@@ -306,7 +306,7 @@ def bytes_are_counted() -> None:
 def sent_while_backward_runs() -> None:
     """With small buckets, S of the last layer is on its way before backward has reached the first."""
     model, _, attached = wrapped("exact")
-    attached.reduction.ranks.sums(model.module[0].weight).limit = 1
+    attached.clusters[0].group.limit = 1
     seen, traffic = [], attached.reduction.ranks.traffic
     model.module[0].register_full_backward_hook(lambda *_: seen.append(traffic.calls["S"]))
     mean_square(model(share(whole("exact")))).backward()

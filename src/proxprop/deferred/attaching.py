@@ -11,11 +11,10 @@ from torch.optim import Optimizer
 from proxprop.backward import precision
 from proxprop.conversion import check_module, last_layer
 from proxprop.deferred.average import Running
-from proxprop.deferred.equation import Equation, components, why_not_joint
+from proxprop.deferred.equation import components, equation_of, why_not_joint
 from proxprop.deferred.handle import Attached, Attachment
 from proxprop.deferred.owners import in_units
 from proxprop.deferred.preconditioner import products_with_rows, rows_pay, rows_space
-from proxprop.deferred.ranks import refuse_flat_parameters
 from proxprop.nn import ProximalLayer, by_default
 from proxprop.nn.layer import Part
 from proxprop.solvers import DIAGONAL, FEATURE, Plan
@@ -100,7 +99,7 @@ def attach(
         >>> optimizer.step()  # the direction of all 16
     """
     optimizers = _check(optimizer, model, running, max_bytes, fallback)
-    refuse_flat_parameters(model)
+    _refuse_flat_parameters(model)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, ProximalLayer)}
     if not layers:
         raise ValueError("the model has no proximal layer to attach: call proxprop.convert(model) first")
@@ -174,6 +173,14 @@ def _check(
     return optimizers
 
 
+def _refuse_flat_parameters(model: nn.Module) -> None:
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ValueError(
+            "FullyShardedDataParallel cuts parameters without regard to their rows, so that no rank can solve for "
+            "what it holds. Use torch.distributed.fsdp.fully_shard"
+        )
+
+
 def _takes_hooks(optimizer: Optimizer) -> bool:
     try:
         optimizer.register_step_pre_hook(lambda *_: None).remove()
@@ -242,7 +249,7 @@ def gram_bytes(layer: ProximalLayer, width: int | None = None) -> int | None:
 
 
 def _part_bytes(layer: ProximalLayer, part: Part, width: int | None) -> int:
-    equation = Equation.of("", layer, part, width)
+    equation = equation_of("", layer, part, width)
     if not equation.trained:
         return 0
     layout = equation.layout
@@ -255,7 +262,7 @@ def check_shared(model: nn.Module, choices: dict[str, Choice], width: int | None
     """Raise ValueError where layers share a parameter in a way that no common system has."""
     deferred = {name: c.layer for name, c in choices.items() if c.mode == "deferred"}
     equations = [
-        Equation.of(name, layer, part, width)
+        equation_of(name, layer, part, width)
         for name, layer in deferred.items()
         for part in layer._parts().values()
     ]
@@ -314,5 +321,5 @@ def _may_keep_rows(layer: ProximalLayer) -> bool:
     attached = layer._attached
     if isinstance(attached, Attachment) and not any(system.alone for system in attached.systems.values()):
         return False
-    layouts = (Equation.of("", layer, part).layout for part in layer._parts().values())
+    layouts = (equation_of("", layer, part).layout for part in layer._parts().values())
     return any(isinstance(layout, LinearTransfer) for layout in layouts)

@@ -1,22 +1,110 @@
-"""Keeps S in step with the gradient it belongs to: started anew when the user zeroes it, and never mixed."""
+"""Layers that share parameters: the steps they take, and whether S still belongs to their gradients."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from proxprop.deferred.accumulator import weakly
-from proxprop.deferred.average import Cluster
+from proxprop import tuning
+from proxprop.deferred.accumulator import System, weakly
+from proxprop.deferred.collectives import Group
+from proxprop.deferred.equation import Equation
+from proxprop.deferred.owners import Place
+from proxprop.deferred.preconditioner import Operator
 from proxprop.distributed import local, mesh_of
+from proxprop.solvers import DIAGONAL
 from proxprop.torch_internals import after_backward_pass, backward_pass, stored_entries, writes
+
+Pair = tuple[Equation, Operator]
+"""An equation, and what turns its gradients into directions."""
+
+
+class Cluster:
+    """Systems that share parameters, mostly one alone.
+
+    Args:
+        systems: the systems.
+        update_every: S is summed in the first of so many steps.
+
+    Attributes:
+        parameters: all of their parameters.
+        watch: watches their gradients.
+        pairs: equations and their operators, as they were last made.
+        steps: how many steps were taken.
+        due: whether S is to be summed in this step. A compiled layer sees this, and no number that is new each step.
+        group: the ranks that share the batch; None where there is but one.
+        place: the rank of the group that owns S.
+        turn: in which of the steps between two inversions the average is inverted.
+    """
+
+    def __init__(self, systems: Sequence[System], update_every: int = 1) -> None:
+        self.systems, self._update_every = systems, update_every
+        self.parameters = list({p: None for system in systems for p in system.parameters})
+        self.ids = {id(p) for p in self.parameters}  # tensors are slow to hash
+        self.pairs: list[Pair] = []
+        self._made_for: list[bool] = []
+        self.settle(None, 0, Place())
+        self.reach(0)
+        self.watch = Watch(self)
+        for system in systems:
+            system.join(self)
+
+    @property
+    def name(self) -> str:
+        """The first system's."""
+        return self.systems[0].name
+
+    @property
+    def device(self) -> torch.device:
+        """Where S is summed."""
+        return self.systems[0].leaves[0].device
+
+    @property
+    def observed(self) -> bool:
+        """Whether S is summed in this step: it is due, or other parameters are trained than operators were made for."""
+        trained = self._trained()
+        return (self.due or trained != self._made_for) and any(trained)
+
+    @property
+    def resting(self) -> bool:
+        """Whether parameters are trained in this step without S."""
+        if self.due:
+            return False
+        trained = self._trained()
+        return trained == self._made_for and any(trained)
+
+    @property
+    def cost(self) -> float:
+        """How long the average takes to be inverted, in any unit; nothing where it is small."""
+        layouts = [system.layout for system in self.systems if system.usual and system.trained]
+        sizes = [layout.sizes for layout in layouts if DIAGONAL not in layout.spaces]
+        large = (size for size in sizes if size.features >= tuning.TURNS_LEAST_FEATURES)
+        return sum(size.groups * float(size.features) ** 3 for size in large)
+
+    def settle(self, group: Group | None, turn: int, place: Place) -> None:
+        """Take on ranks, a turn and an owner."""
+        self.group, self.turn, self.place = group, turn, place
+
+    def keep(self, pairs: list[Pair]) -> None:
+        """Take on operators for the parameters that are trained now."""
+        self.pairs, self._made_for = pairs, self._trained()
+
+    def _trained(self) -> list[bool]:
+        return [p.requires_grad for p in self.parameters]
+
+    def reach(self, steps: int) -> None:
+        """Go on from so many steps."""
+        self.steps, self.due = steps, steps % self._update_every == 0
+
 
 NONE = -1
 """Stands for a gradient that is not there, where others have a number."""
 
 
 class Watch:
-    """Watches the gradients of systems that share parameters, mostly of one alone.
+    """Keeps S in step with the gradient that it belongs to: started anew when the user zeroes it, and never mixed.
 
     The first sign of a backward pass, before anything is added, is the moment to see what became of the gradient
     since the pass before: set to None, set to zero, or left. What a step that was skipped or given up has summed goes
@@ -26,10 +114,11 @@ class Watch:
     `append`. Under several ranks, gradients are not where autograd put them, and all passes are looked at.
 
     Args:
-        cluster: the systems, and whether S is summed for them in a step.
+        cluster: the systems.
 
     Attributes:
-        waiting: whether backward passes have brought something to solve for since the last solve.
+        waiting: whether backward passes, here or on other ranks, have brought something to solve for.
+        resting: whether backward passes are looked at without Python.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -42,36 +131,43 @@ class Watch:
         self._versions = [NONE] * len(self.parameters)
         self._solved: list[tuple[int, int]] = []
         self._hooks: dict[Tensor, Any] = {}
-        self.follow(self.parameters)
-        for system in self.systems:
-            system.watch = self
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
         """Notice when a gradient comes to these: in a step that is not observed, and before S in a compiled one."""
         for parameter in parameters:
-            if parameter.requires_grad and parameter not in self._hooks:
-                self._hooks[parameter] = self._hooked(parameter)
+            if not parameter.requires_grad or parameter in self._hooks:
+                continue
+            self._hooks[parameter] = (
+                parameter.register_post_accumulate_grad_hook(self._arrived.append)
+                if self.resting
+                else parameter.register_hook(weakly(self.notice))
+            )
 
-    def _hooked(self, parameter: Tensor) -> Any:
-        if self.resting:
-            return parameter.register_post_accumulate_grad_hook(self._arrived.append)
-        return parameter.register_hook(weakly(self.notice))
+    def release(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
 
     def rest(self, resting: bool) -> None:
         """Look at backward passes with no Python, or with all care."""
         if resting != self.resting:
-            self._unhook()
+            self.release()
             self.resting = resting
             self.follow(self.parameters)
 
-    def look(self) -> None:
-        """See what came while resting, and whether it was added to a direction."""
-        if not self._arrived:
-            return
-        self.waiting, self._mixed = True, self._was_added_to(self._arrived[0])
-        if not self._mixed:
-            self._solved = []
-            self._arrived.clear()
+    def look(self) -> bool:
+        """See what came while resting, and whether it was added to a direction.
+
+        Returns:
+            Whether there is something to solve for.
+        """
+        if self._arrived:
+            self.waiting, self._mixed = True, self._was_added_to(self._arrived[0])
+            if not self._mixed:
+                self._solved = []
+                self._arrived.clear()
+        return self.waiting
 
     def _was_added_to(self, parameter: Tensor) -> bool:
         """Whether all that was done to a gradient since the last solve is that backward passes added to it."""
@@ -91,12 +187,16 @@ class Watch:
         if any(system.holds for system in self.systems):
             self._forget_if_zeroed()
         before = self._current()
-        mixed = self._among(before) or (self._mixed and before == self._versions)
+        mixed = self._holds_direction(before) or (self._mixed and before == self._versions)
         after_backward_pass(lambda: self._note_pass(before, mixed))
 
     def note_sum(self) -> None:
         """S was added to."""
         self._summed = True
+
+    def note_average(self) -> None:
+        """A backward pass begins whose gradients are averaged over ranks; this one may not have used the layer."""
+        self.waiting = True
 
     def refuse_mixed(self) -> None:
         """Raise if the gradients were added to a direction.
@@ -105,7 +205,7 @@ class Watch:
         """
         if self._mixed:
             raise RuntimeError(
-                f"{self.systems[0].name}: .grad still held the direction of the last step when backward added to it, "
+                f"{self.cluster.name}: .grad still held the direction of the last step when backward added to it, "
                 "so that it can't be solved for. Call zero_grad() on the model between a step and the next backward"
             )
 
@@ -114,18 +214,17 @@ class Watch:
         self._solved = list(zip(self._current(), map(self._place, self.parameters), strict=True))
         self.waiting = False
         for system in self.systems:
-            system.calls = 0
+            system.begin_step()
 
-    def release(self) -> None:
-        """Take the hooks off the parameters."""
-        self._unhook()
-        for system in self.systems:
-            system.watch = None
+    def holds_direction(self) -> bool:
+        """Whether a gradient is surely still the direction of the last solve."""
+        return bool(self._solved) and self._holds_direction(self._current())
 
-    def _unhook(self) -> None:
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks = {}
+    def _holds_direction(self, now: list[int]) -> bool:
+        for parameter, version, solved in zip(self.parameters, now, self._solved, strict=False):
+            if version != NONE and solved == (version, self._place(parameter)):
+                return True
+        return False
 
     def _forget_if_zeroed(self) -> None:
         """Drop S if a gradient that belongs to it was set to None or to zero; the latter is decided on the device."""
@@ -143,25 +242,9 @@ class Watch:
         for gradient, version in gradients:
             if gradient is None or gradient.is_sparse or writes(gradient) == version:
                 continue
-            self._clear(~gradient.any())
-
-    def _clear(self, zeroed: Tensor) -> None:
-        for system in self.systems:
-            system.sum_rows()  # how many rows there are is known on the host
-        for leaf in (leaf for system in self.systems for leaf in system.current):
-            if leaf.grad is not None:
-                leaf.grad.masked_fill_(zeroed.to(leaf.device), 0.0)
-
-    def holds_direction(self) -> bool:
-        """Whether a gradient is surely still the direction of the last solve."""
-        return bool(self._solved) and self._among(self._current())
-
-    def _among(self, now: list[int]) -> bool:
-        """Whether one of these gradients is as the last solve left it."""
-        for parameter, version, solved in zip(self.parameters, now, self._solved, strict=False):
-            if version != NONE and solved == (version, self._place(parameter)):
-                return True
-        return False
+            zeroed = ~gradient.any()
+            for system in self.systems:
+                system.clear_where(zeroed)
 
     def _note_pass(self, before: list[int], mixed: bool) -> None:
         """A backward pass has ended: remember the gradients that S belongs to, and whether they hold a direction."""
@@ -175,7 +258,7 @@ class Watch:
         if changed and not counts and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self.systems[0].name}: a backward pass added to the gradient but not to S: backward(inputs=...), "
+                f"{self.cluster.name}: a backward pass added to the gradient but not to S: backward(inputs=...), "
                 "a penalty on the parameters alone, or a forward pass from before attach. The step is solved without "
                 "what it would have added. This layer will not warn again",
                 RuntimeWarning,

@@ -19,7 +19,7 @@ class Load:
     """What one layer's statistics take, or those of several that share parameters.
 
     Attributes:
-        name: the layer's.
+        name: the layer's name.
         held: bytes of the average and the inverse on the owner.
         effort: how long the inversion takes, in any unit.
         turn: in which of the steps between two inversions it is inverted.
@@ -28,7 +28,7 @@ class Load:
         gradient: bytes of the gradients.
         refresh: steps from one inverse to the next.
         bound: why only one way is possible; empty where both are.
-        only: the way that is.
+        only: the only way.
     """
 
     name: str
@@ -48,8 +48,8 @@ class Spread:
     """How a batch and its model lie over ranks.
 
     Attributes:
-        ranks: that share the batch.
-        shards: that parameters are cut into; 1 where each rank holds all of them.
+        ranks: how many ranks share the batch.
+        shards: how many shards a parameter is cut into; 1 where each rank holds all of it.
     """
 
     ranks: int
@@ -62,13 +62,33 @@ class Route:
 
     Attributes:
         way: "inverse" sends the inverse to all ranks, "gradient" the gradient to the owner and the direction back.
-        bytes: that this moves in a step, on average and over all ranks together.
+        bytes: how many bytes this moves in a step, on average and over all ranks together.
         why: the reason, for people.
     """
 
     way: Way
     bytes: float
     why: str
+
+
+def turns(costs: Sequence[float], update_every: int, invert_every: int) -> list[int]:
+    """In which of the steps between two inversions each layer is inverted, such that these take about as long.
+
+    Steps that form S have a share of the work with that. Small matrices, which cost nothing here, are inverted
+    together, in the first of these steps: that takes a few calls, however many there are. Turns do not depend on the
+    number of ranks, so that ranks take the steps of one process.
+
+    Example:
+        >>> turns([5.0, 3.0, 2.0, 0.0], update_every=1, invert_every=2)
+        [0, 1, 1, 0]
+    """
+    share = sum(costs) / invert_every if update_every > 1 else 0.0
+    load = [share if step % update_every == 0 else 0.0 for step in range(invert_every)]
+    found = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        found[index] = load.index(min(load)) if costs[index] else 0
+        load[found[index]] += costs[index]
+    return found
 
 
 SLACK = 1.1
@@ -193,8 +213,13 @@ class Place:
 
     @property
     def way(self) -> Way | None:
-        """The route's."""
+        """The route's way."""
         return self.route.way if self.route is not None else None
+
+    @property
+    def keeps_inverse(self) -> bool:
+        """Whether the inverse is on this rank."""
+        return self.mine or self.way == "inverse"
 
     def __str__(self) -> str:
         return f"on rank {self.owner}: {self.route.why}" if self.route is not None else "here"

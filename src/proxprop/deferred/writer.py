@@ -13,16 +13,16 @@ length is shared by all outputs, the gradient is solved as a whole, by the rank 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from proxprop.backward import no_autocast
 from proxprop.deferred.equation import Block, Equation
-from proxprop.deferred.preconditioner import Inverse, Operator, aligned, replayed, rounded_products
+from proxprop.deferred.gradients import Pair
+from proxprop.deferred.preconditioner import Inverse, Operator, Solve, aligned, replayed, rounded_products
 from proxprop.distributed import box, cut_dimension, local, mesh_of
 from proxprop.replay import are_small, replays, size
 from proxprop.solvers import DIAGONAL, Solution
@@ -42,9 +42,6 @@ TOGETHER_BYTES = 64 * 2**20
 
 ROWS_ARE_OUTPUTS = (LinearTransfer, ConvTransfer, BilinearTransfer, NormTransfer)
 """Layouts whose weight is `[groups·outputs, inputs]` but for its shape, or its transpose."""
-
-Pair = tuple[Equation, Operator]
-
 
 _numbers = count()
 """Numbers plans: a captured graph reads the inverses of one, and is never replayed for another."""
@@ -237,31 +234,29 @@ def _moved_together(operators: Sequence[Inverse]) -> Tensor:
     return P
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What this rank solves of a block; read and written like the block itself."""
+Whole = Mapping[Tensor, Tensor]
+"""Gradients of sharded parameters in whole."""
 
-    gradient: Tensor | None
+
+class Piece(NamedTuple):
+    """What this rank solves of a block: its shape, and its gradient where there is one."""
+
     shape: torch.Size
+    gradient: Tensor | None
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """What this rank solves of a system.
 
     Attributes:
-        blocks: None for one that is not trained.
+        pieces: None for a block that is not trained.
         layout: how they lie in the system.
         entries: the entries of a diagonal S that are about them.
     """
 
-    blocks: Sequence[Block | Piece | None]
+    pieces: Sequence[Piece | None]
     layout: Transfer
-    entries: slice = field(default_factory=lambda: slice(None))
-
-
-Whole = Mapping[Tensor, Tensor]
-"""Gradients of sharded parameters in whole."""
+    entries: slice = slice(None)
 
 
 def direct(equation: Equation, operator: Operator, whole: Whole | None = None) -> None:
@@ -272,92 +267,83 @@ def direct(equation: Equation, operator: Operator, whole: Whole | None = None) -
         operator: what to apply to B.
         whole: tensors that hold B instead, where parameters are sharded.
     """
-    mine = share(equation, whole)
-    if DIAGONAL in mine.layout.spaces:
-        _rescale(mine.blocks, operator.scale()[0, mine.entries])
+    pieces, layout, entries = share(equation, whole)
+    if DIAGONAL in layout.spaces:
+        assert isinstance(operator, Solve)
+        _rescale(equation.trained[0], pieces[0], operator.scale()[0, entries])
         return
-    B = mine.layout.to_features(tuple(_read(block, operator.kept) for block in mine.blocks))
+    B = layout.to_features(tuple(_read(p, operator.kept) if p is not None else None for p in pieces))
     with no_autocast(B.device.type):
         solution = operator.apply(B)
     equation.layer._note_failure(solution.failed)
-    _write(mine.blocks, mine.layout, solution.value)
-
-
-def _read(block: Block | Piece | None, like: Tensor) -> Tensor | None:
-    """A block's gradient where S is and in its precision; zero where nothing reached it."""
-    if block is None:
-        return None
-    gradient = block.gradient
-    wide = torch.promote_types(like.dtype, torch.float32)
-    return like.new_zeros(block.shape, dtype=wide) if gradient is None else gradient.to(like.device, wide)
-
-
-def _write(blocks: Sequence[Block | Piece | None], layout: Transfer, D: Tensor) -> None:
-    for block, direction in zip(blocks, layout.from_features(D), strict=True):
-        if block is not None and block.gradient is not None:
+    for piece, direction in zip(pieces, layout.from_features(solution.value), strict=True):
+        if piece is not None and piece.gradient is not None:
             assert direction is not None
-            block.gradient.copy_(direction)
+            piece.gradient.copy_(direction)
 
 
-def _rescale(blocks: Sequence[Block | Piece | None], scale: Tensor) -> None:
+def _read(piece: Piece, like: Tensor) -> Tensor:
+    """A gradient where S is and in its precision; zero where nothing reached the block."""
+    shape, gradient = piece
+    wide = torch.promote_types(like.dtype, torch.float32)
+    return like.new_zeros(shape, dtype=wide) if gradient is None else gradient.to(like.device, wide)
+
+
+def _rescale(block: Block, piece: Piece | None, scale: Tensor) -> None:
     """Multiply every entry of a table's gradient by its scale."""
-    (block,) = blocks
-    gradient = block.gradient if block is not None else None
+    gradient = piece.gradient if piece is not None else None
     if gradient is None:
         return
-    if gradient.is_sparse:
-        assert isinstance(block, Block)
-        coalesced = gradient.coalesce()
-        index, values = coalesced.indices(), coalesced.values()
-        values = (values * scale[index[0]][:, None]).to(values.dtype)
-        block.parameter.grad = torch.sparse_coo_tensor(
-            index, values, gradient.shape, is_coalesced=True, check_invariants=False
-        )
+    if not gradient.is_sparse:
+        gradient.mul_(scale[:, None].to(gradient.device))
         return
-    gradient.mul_(scale[:, None].to(gradient.device))
+    coalesced = gradient.coalesce()
+    index, values = coalesced.indices(), coalesced.values()
+    values = (values * scale[index[0]][:, None]).to(values.dtype)
+    block.parameter.grad = torch.sparse_coo_tensor(
+        index, values, gradient.shape, is_coalesced=True, check_invariants=False
+    )
 
 
 def share(equation: Equation, whole: Whole | None = None) -> Share:
     """The outputs of a system that this rank solves: all of them, unless its parameters are spread over ranks."""
-    blocks = [block if block is not None and block.trained else None for block in equation.blocks]
-    present = [block for block in blocks if block is not None]
-    if not any(mesh_of(block.parameter) is not None for block in present):
-        return Share(blocks, equation.layout)
-    if whole is None and mesh_of(present[0].parameter).size() == 1:
-        gradients = {block.parameter: block.parameter.grad for block in present}
-        whole = {p: local(gradient) for p, gradient in gradients.items() if gradient is not None}
+    blocks, layout = equation.trained_blocks, equation.layout
+    trained = [block.parameter for block in equation.trained]
+    mesh = next((mesh_of(p) for p in trained if mesh_of(p) is not None), None)
+    if mesh is None:
+        return Share([Piece(b.shape, b.gradient) if b is not None else None for b in blocks], layout)
+    if whole is None and mesh.size() == 1:
+        whole = {p: local(p.grad) for p in trained if p.grad is not None}
     if whole is not None:
-        return Share([block and _within(block, whole) for block in blocks], equation.layout)
-    own = [block and _own(block) for block in blocks]
-    if DIAGONAL in equation.layout.spaces:
-        rows, *_ = box(present[0].parameter, mesh_of(present[0].parameter).get_coordinate())
-        return Share(own, equation.layout, rows)
+        return Share([_within(b, whole) if b is not None else None for b in blocks], layout)
+    own = [_shard(b.parameter) if b is not None else None for b in blocks]
+    if DIAGONAL in layout.spaces:
+        rows, *_ = box(trained[0], mesh.get_coordinate())
+        return Share(own, layout, rows)
     return Share(own, equation.layout_of([piece.shape if piece is not None else None for piece in own]))
 
 
 def _within(block: Block, whole: Whole) -> Piece:
     """A block's rows of a whole gradient."""
     gradient = whole.get(block.parameter)
-    return Piece(gradient[block.rows] if gradient is not None else None, block.shape)
+    return Piece(block.shape, gradient[block.start : block.stop] if gradient is not None else None)
 
 
-def _own(block: Block) -> Piece:
-    """This rank's shard of a parameter, in whole."""
-    gradient = block.parameter.grad
-    return Piece(local(gradient) if gradient is not None else None, local(block.parameter).shape)
+def _shard(parameter: Tensor) -> Piece:
+    """What this rank holds of a parameter."""
+    return Piece(local(parameter).shape, local(parameter.grad) if parameter.grad is not None else None)
 
 
 def by_outputs(equation: Equation) -> bool:
     """Whether shards are whole outputs, each with all of its features, that can be solved alone.
 
-    Every rank must come to the same answer, so that it is about one row and not about the shard that a rank has.
+    Every rank must come to the same answer, so it is about one row and not about the shard that a rank has.
     """
     if not getattr(equation.layer._settings.solver, "per_output", True):
         return False
-    blocks = [block if block is not None and block.trained else None for block in equation.blocks]
-    if any(b is not None and b.shape != b.parameter.shape for b in blocks):
-        return False  # a slice of a parameter, whose shards do not follow the slice
-    if not all(b is None or _sharded_dimension(b.parameter) == 0 for b in blocks):
+    blocks = equation.trained_blocks
+    # shards of a parameter do not follow a slice of it
+    if not all(b is None or (b.whole and _sharded_dimension(b.parameter) == 0) for b in blocks):
         return False
     row: Shapes = [torch.Size([1, *b.shape[1:]]) if b is not None else None for b in blocks]
     whole, single = equation.layout.sizes, equation.layout_of(row).sizes
