@@ -293,13 +293,13 @@ def bytes_are_counted() -> None:
     mean_square(model(share(whole("exact")))).backward()
     optimizer.step()
     sizes = {cluster: packed_size(cluster.systems[0].leaves[0].shape) for cluster in attached.clusters}
-    others = 8 * sum(size for cluster, size in sizes.items() if not cluster.place.mine)
-    own = 8 * sum(p.numel() for cluster in sizes if cluster.place.mine for p in cluster.parameters)
+    others = 8 * sum(size for cluster, size in sizes.items() if not cluster.mine)
+    own = 8 * sum(p.numel() for cluster in sizes if cluster.mine for p in cluster.parameters)
     own *= dist.get_world_size() - 1
     traffic = attached.reduction.ranks.traffic
     assert traffic.bytes == {"S": others, "directions": own}, traffic
     assert attached.bytes_sent == others + own
-    owners = {cluster.place.owner for cluster in attached.clusters}
+    owners = {cluster.owner for cluster in attached.clusters}
     assert traffic.calls == {"S": len(owners), "directions": len(owners)}
 
 

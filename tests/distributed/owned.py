@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import proxprop
 from proxprop import Running
-from proxprop.deferred.exchange import load_of
-from proxprop.deferred.owners import Spread, moved
+from proxprop.deferred.owners import Spread, load_of, moved
 
 EVERY = Running(decay=0.8, update_every=1, invert_every=1)
 TENTH = Running(decay=0.8, update_every=10, invert_every=10)
@@ -55,10 +54,13 @@ def as_said(kind: str, way: str) -> None:
     ranks = dist.get_world_size()
     spread = Spread(ranks, ranks if kind == "fsdp" else 1)
     clusters = run[2].clusters
-    routed = sum(c.place.route.bytes for c in clusters)
-    assert routed == sum(moved(load_of(c, running), c.place.way, spread) for c in clusters)
+    routed = sum(c.route.bytes for c in clusters)
+    assert routed == sum(moved(load_of(c, running), c.way, spread) for c in clusters)
     S = 2 * (ranks - 1) * sum(load_of(c, running).matrix for c in clusters)
-    assert {c.place.way for c in clusters} == {way}, [c.place for c in clusters]
+    assert {c.way for c in clusters} == {way}, [c.route for c in clusters]
+    for cluster in clusters:
+        assert f"{cluster.name}: deferred" in repr(run[2])
+        assert f", on rank {cluster.owner}: {cluster.route.why}" in repr(run[2])
     assert sum(over_ranks(run[2].bytes_sent)) == pytest.approx(S + 4 * routed, rel=1e-12)
 
 

@@ -29,7 +29,7 @@ from proxprop.transfer.layouts import BlockLayout
 
 if TYPE_CHECKING:
     from proxprop.deferred.average import Running
-    from proxprop.deferred.gradients import Cluster
+    from proxprop.deferred.observing import Cluster
 
 
 def weakly(method: Any) -> Callable[[Tensor], None]:
@@ -72,26 +72,6 @@ def _drawn(
     return torch.randperm(samples, generator=generator, device=device)[: sampling.rows]
 
 
-def summand(transfer: Transfer, sampling: Sampling | None, layout: Transfer, leaf: Tensor) -> Tensor:
-    """What a call adds to S, or to the diagonal of an S that is diagonal.
-
-    Args:
-        transfer: the call as a linear map.
-        sampling: which rows S is estimated from; None for all.
-        layout: of the equation, which may have its features in blocks.
-        leaf: has the shape of S.
-    """
-    samples, blocks = transfer.sizes.samples, layout if isinstance(layout, BlockLayout) else None
-    if DIAGONAL in transfer.spaces:
-        return transfer.diagonal()
-    if sampling is not None and isinstance(transfer, Affine) and samples > sampling.rows and not leaf.is_meta:
-        S = transfer.sampled_gram(sampling.draw(samples, leaf.device))
-        return S if blocks is None else blocks.blocks_of(S)
-    if not samples:
-        return torch.zeros_like(leaf, memory_format=torch.contiguous_format)
-    return transfer.gram() if blocks is None else blocks.gram_of(transfer)
-
-
 @dataclass(eq=False)
 class Call:
     """One call of a layer. Its rows are added to S once, by the first backward pass that reaches it and S.
@@ -112,7 +92,8 @@ class Call:
 
     def transfer(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Transfer:
         """The call as a linear map; `shape` is the output's."""
-        return as_transfer(self.system.call, inputs, torch.Size(shape), self.shapes, self.system.dtype)
+        dtype = self.system.leaves[0].dtype
+        return as_transfer(self.system.call, inputs, torch.Size(shape), self.shapes, dtype)
 
     def summand(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """What the call adds to S."""
@@ -124,8 +105,7 @@ class Call:
         return self._summand(inputs, shape)
 
     def _summand(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        transfer = self.transfer(inputs, shape)
-        return summand(transfer, self.sampling, self.system.layout, self.system.leaves[0])
+        return self.system.summand(self.transfer(inputs, shape), self.sampling)
 
 
 @dataclass(eq=False)
@@ -174,7 +154,7 @@ class Inputs:
 
 @torch.library.custom_op("proxprop::summand", mutates_args=())
 def compiled_summand(inputs: Sequence[Tensor], shape: Sequence[int], key: str) -> Tensor:
-    """`summand` as one operation of a compiled graph, in which it runs as in an eager pass."""
+    """What a call adds to S, as one operation of a compiled graph; there it runs as in an eager pass."""
     system = _systems[key]
     return Call(system, system.shapes, None).summand(inputs, shape).contiguous()
 
@@ -351,10 +331,23 @@ class System(Equation):
         self.common = mesh is not None and mesh == mesh_of(self.parameters[0])
         self._repeated = mesh is not None and not self.common and any(mesh.get_coordinate())
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The precision of S."""
-        return self.leaves[0].dtype
+    def summand(self, transfer: Transfer, sampling: Sampling | None) -> Tensor:
+        """What a call adds to S, or to the diagonal of an S that is diagonal."""
+        samples, leaf = transfer.sizes.samples, self.leaves[0]
+        blocks = self.layout if isinstance(self.layout, BlockLayout) else None
+        if DIAGONAL in transfer.spaces:
+            return transfer.diagonal()
+        if (
+            sampling is not None
+            and samples > sampling.rows
+            and isinstance(transfer, Affine)
+            and not leaf.is_meta
+        ):
+            S = transfer.sampled_gram(sampling.draw(samples, leaf.device))
+            return S if blocks is None else blocks.blocks_of(S)
+        if not samples:
+            return torch.zeros_like(leaf, memory_format=torch.contiguous_format)
+        return transfer.gram() if blocks is None else blocks.gram_of(transfer)
 
     @property
     def S(self) -> Tensor | None:
@@ -421,15 +414,11 @@ class System(Equation):
         self._when_summed(self)
 
     @property
-    def alone(self) -> bool:
-        """Whether nothing but the step of this system needs its S."""
-        return self._running is None and len(self.cluster.systems) == 1
-
-    @property
     def may_keep_rows(self) -> bool:
-        """Whether rows may stand for S: those of a linear layer, of one process."""
+        """Whether rows may stand for S: of a linear layer in one process, where nothing but its step needs S."""
+        alone = self._running is None and len(self.cluster.systems) == 1
         spread = several_ranks() or any(mesh_of(p) is not None for p in self.parameters)
-        return self.alone and not spread and isinstance(self.layout, LinearTransfer)
+        return alone and not spread and isinstance(self.layout, LinearTransfer)
 
     def keep(self, transfer: Transfer, dtype: torch.dtype) -> bool:
         """Keep the rows of a call, if that pays for those of all calls together; else S of all is to be summed."""
@@ -457,7 +446,7 @@ class System(Equation):
     def _kept_call(self) -> LinearTransfer:
         layout = self.layout
         assert isinstance(layout, LinearTransfer)
-        precise = [rows.to(self.dtype) for rows in self._rows]
+        precise = [rows.to(self.leaves[0].dtype) for rows in self._rows]
         return layout.with_rows(precise[0] if len(precise) == 1 else torch.cat(precise))
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """Attach a model's converted layers to its optimizer: what deferred mode does with each, and why."""
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,7 +12,8 @@ from proxprop.backward import precision
 from proxprop.conversion import check_module, last_layer
 from proxprop.deferred.average import Running
 from proxprop.deferred.equation import components, equation_of, why_not_joint
-from proxprop.deferred.handle import Attached, Attachment
+from proxprop.deferred.handle import Attached
+from proxprop.deferred.observing import Attachment
 from proxprop.deferred.owners import in_units
 from proxprop.deferred.preconditioner import products_with_rows, rows_pay, rows_space
 from proxprop.nn import ProximalLayer, by_default
@@ -108,7 +109,7 @@ def attach(
     choices = {
         public_name(name, layer): choose(layer, max_bytes, fallback, width)
         for name, layer in layers.items()
-        if in_optimizers(layer, held)
+        if not held.isdisjoint(layer.parameters())
     }
     _refuse_twice(choices)
     added = _plain_beside_frozen(model)
@@ -289,11 +290,6 @@ def _check_explicit(model: nn.Module, deferred: dict[str, ProximalLayer]) -> Non
                 )
 
 
-def in_optimizers(layer: ProximalLayer, parameters: Collection[Tensor]) -> bool:
-    """Whether an optimizer holds any of a layer's parameters."""
-    return any(parameter in parameters for parameter in layer.parameters())
-
-
 def deferred_plan(plan: Plan, layer: ProximalLayer) -> Plan | None:
     """How a call of a converted layer is solved in deferred mode; None where the layer has no S.
 
@@ -318,8 +314,7 @@ def deferred_plan(plan: Plan, layer: ProximalLayer) -> Plan | None:
 
 def _may_keep_rows(layer: ProximalLayer) -> bool:
     """Whether rows may stand for S: those of a linear layer that shares no weight and has no running average."""
-    attached = layer._attached
-    if isinstance(attached, Attachment) and not any(system.alone for system in attached.systems.values()):
-        return False
+    if isinstance(layer._attached, Attachment):
+        return any(system.may_keep_rows for system in layer._attached.systems.values())
     layouts = (equation_of("", layer, part).layout for part in layer._parts().values())
     return any(isinstance(layout, LinearTransfer) for layout in layouts)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from proxprop.deferred.equation import Equation, Term, join, total
-from proxprop.deferred.gradients import Cluster, Pair
+from proxprop.deferred.observing import Cluster, Pair
 from proxprop.deferred.preconditioner import (
     Due,
     Form,
@@ -24,6 +24,7 @@ from proxprop.deferred.preconditioner import (
     made,
     relative_form,
 )
+from proxprop.deferred.writer import bring_operators, plain
 from proxprop.torch_internals import add_all, multiply_all, norms
 from proxprop.transfer.layouts import BlockLayout
 
@@ -168,23 +169,20 @@ class Averages:
     def settle(self) -> None:
         """Let go of what other ranks own."""
         for cluster in self.clusters:
-            if cluster.place.mine or not cluster.pairs:
+            if cluster.mine or not cluster.pairs:
                 continue
             for system in cluster.systems:
                 if system in self.averages:
                     self.averages[system] = Average(*(t.to("meta") for t in self.averages[system]))
-            if not cluster.place.keeps_inverse:
+            if cluster.way == "gradient":
                 cluster.keep(self._empty_pairs(cluster))
 
-    def take_in(self, steps: Mapping[Cluster, Sequence[Term]], resting: Iterable[Cluster]) -> list[Cluster]:
-        """Take in S of an observed step, and make operators anew where it is time.
+    def take_in(self, steps: Mapping[Cluster, Sequence[Term]], resting: Iterable[Cluster]) -> None:
+        """Take in S of an observed step, and make operators anew, on all ranks that keep them, where it is time.
 
         Args:
             steps: what was summed for clusters that are observed in this step.
             resting: clusters that are not.
-
-        Returns:
-            The clusters whose operators were made anew, the same on all ranks.
         """
         counted = steps.items() if self.running.damping is None else ()
         samples = {cluster: total(terms) for cluster, terms in counted}  # before they are overwritten
@@ -194,7 +192,7 @@ class Averages:
             **{c: None for c in resting if self._has_its_turn(c)},
         }
         self._invert(due)
-        return list(due)
+        bring_operators({cluster: cluster.pairs for cluster in due if cluster.way == "inverse"})
 
     def _has_its_turn(self, cluster: Cluster) -> bool:
         return cluster.steps % self.running.invert_every == cluster.turn
@@ -222,7 +220,7 @@ class Averages:
     def _has_moved(self, cluster: Cluster, held: Average, step: Average) -> bool:
         """Whether S is of another precision or device than before; all ranks that keep an inverse say the same."""
         kept = (operator.kept.device for _, operator in cluster.pairs if not operator.kept.is_meta)
-        devices = {held.S.device, step.S.device} if cluster.place.mine else {cluster.device, *kept}
+        devices = {held.S.device, step.S.device} if cluster.mine else {cluster.device, *kept}
         return held.S.dtype != step.S.dtype or len(devices) > 1
 
     def _joined(self, cluster: Cluster) -> Iterator[Term]:
@@ -236,14 +234,14 @@ class Averages:
         asked = (
             Due(self._form(term, samples), term.equation.layer._settings.solver, before.get(term.equation))
             for cluster, term, samples in due
-            if cluster.place.mine
+            if cluster.mine
         )
         found = iter(made(asked, self.running.inverse_dtype))
         for cluster in clusters:
             cluster.keep([])
         for cluster, term, _ in due:
             equation = term.equation
-            if not cluster.place.mine:
+            if not cluster.mine:
                 cluster.pairs.append((equation, self._received(cluster, term, before.get(equation))))
                 continue
             operator, failed = next(found)
@@ -273,7 +271,8 @@ class Averages:
 
     def _empty(self, cluster: Cluster, term: Term) -> Operator:
         """An operator that holds zeros; or has no memory, where another rank holds it."""
-        device = cluster.device if cluster.place.keeps_inverse else torch.device("meta")
+        here = cluster.mine or cluster.way == "inverse"
+        device = cluster.device if here else torch.device("meta")
         solver = term.equation.layer._settings.solver
         return empty(self._form(term, term.samples), solver, self.running.inverse_dtype, device)
 
@@ -282,51 +281,64 @@ class Averages:
         for system in cluster.systems:
             if system.name not in names or system in self.averages or not system.trained:
                 continue
-            leaves = system.leaves if cluster.place.mine else [leaf.to("meta") for leaf in system.leaves]
+            leaves = system.leaves if cluster.mine else [leaf.to("meta") for leaf in system.leaves]
             S, samples = system.split(leaves)
             assert samples is not None
             self.averages[system] = Average(torch.zeros_like(S), torch.zeros_like(samples))
 
-    def entries(self) -> Iterator["Entry"]:
+    def state(self, whole: bool) -> dict[str, Tensor]:
+        """The state that this rank has, or all of it, brought from its owners."""
+        found: dict[str, Tensor] = {}
+        for name, tensor, cluster, owned in self._entries():
+            if owned and whole and cluster.group is not None:
+                if not cluster.mine:
+                    tensor = torch.empty_like(tensor, device=cluster.device)
+                cluster.group.bring([plain(tensor)], [cluster.owner], "state")
+            if whole or cluster.mine or not owned:
+                found[name] = tensor
+        return found
+
+    def _entries(self) -> Iterator[tuple[str, Tensor, Cluster, bool]]:
         """All state, in the same order on all ranks; what other ranks own has no memory.
 
         S̄ and N̄ of every system, and every cluster's number of steps and kept matrices; zeros before the first step.
+        A tensor comes with its name, its cluster, and whether the cluster's owner alone has it.
         """
         for cluster in self.clusters:
             if not any(system in self.averages for system in cluster.systems):
                 self._make_room(cluster, [system.name for system in cluster.systems if system.usual])
             if not cluster.pairs:
                 cluster.keep(self._empty_pairs(cluster))
-            yield Entry(f"{cluster.name}.steps", torch.tensor(cluster.steps), cluster, owned=False)
+            yield f"{cluster.name}.steps", torch.tensor(cluster.steps), cluster, False
             for system in cluster.systems:
                 if system in self.averages:
                     S, samples = self.averages[system]
-                    yield Entry(f"{system.name}.S", S, cluster, owned=True)
-                    yield Entry(f"{system.name}.samples", samples, cluster, owned=True)
+                    yield f"{system.name}.S", S, cluster, True
+                    yield f"{system.name}.samples", samples, cluster, True
             for equation, operator in cluster.pairs:
-                owned = cluster.place.way == "gradient"
-                yield Entry(f"{equation.name}.kept", operator.kept, cluster, owned)
+                yield f"{equation.name}.kept", operator.kept, cluster, cluster.way == "gradient"
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `entries` named; tensors are copied, and those that other ranks own need not be there.
+        """Take over a state; tensors are copied, and those that other ranks own need not be there.
 
         Raises:
             ValueError: an entry is missing, not expected, or of another shape.
         """
         for cluster in self.clusters:
             saved = [system.name for system in cluster.systems if f"{system.name}.S" in state]
-            for system in cluster.systems if cluster.place.mine else ():
+            for system in cluster.systems if cluster.mine else ():
                 if system.name not in saved:
                     self.averages.pop(system, None)
             self._make_room(cluster, saved)
             cluster.keep(self._empty_pairs(cluster))
-        entries = {entry.name: entry for entry in self.entries()}
-        for name, entry in entries.items():
-            if entry.here:
-                _fill(name, entry.tensor, state)
+        expected = set[str]()
+        for name, tensor, cluster, owned in self._entries():
+            expected.add(name)
+            if cluster.mine or not owned:
+                _fill(name, tensor, state)
         for cluster in self.clusters:
             cluster.reach(int(state[f"{cluster.name}.steps"]))
-        if unknown := sorted(state.keys() - entries.keys()):
+        if unknown := sorted(state.keys() - expected):
             raise ValueError(f"the state has {unknown[0]!r}, which this model has no use for")
 
 
@@ -342,17 +354,3 @@ def _fill(name: str, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
 def _finite(step: Average) -> Average:
     _, (S,), (samples,) = _cleaned([step])
     return Average(S, samples)
-
-
-class Entry(NamedTuple):
-    """A tensor of the state; `owned` says that the cluster's owner alone has it."""
-
-    name: str
-    tensor: Tensor
-    cluster: Cluster
-    owned: bool
-
-    @property
-    def here(self) -> bool:
-        """Whether this rank has it."""
-        return self.cluster.place.mine or not self.owned

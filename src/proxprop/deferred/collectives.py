@@ -10,8 +10,9 @@ rectangles (LAPACK's rectangular full packed format), which takes block copies a
 R is one rectangle, and the upper triangle of P above the lower triangle of Q is the other, `[q + 1, p]`.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +22,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from proxprop.distributed import box, cut_dimension, local
+
 BUCKET_BYTES = 25 * 2**20
 """Most bytes sent in one call, unless one matrix alone has more; DDP's default."""
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Say what a failing collective means."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {dist.get_rank()} of {dist.get_world_size()}: S could not be summed over ranks. Likely causes: "
+            "another rank has died or left its training loop, or it took another number of steps; see that "
+            f"rank's output first. torch says: {error}"
+        ) from error
 
 
 def packed_size(shape: Sequence[int]) -> int:
@@ -191,6 +207,7 @@ class Group:
             )
         return group
 
+    @explained()
     def send(self, tensors: Sequence[Tensor], owner: int, common: bool = False) -> "Bucket":
         """Start to sum tensors of one type on one device on their owner, in one call. They are copied, packed.
 
@@ -201,11 +218,11 @@ class Group:
         """
         flat, mine, work = pack_all(tensors), owner == self.rank, None
         if not common:
-            with explained():
-                work = dist.reduce(flat, group=self.group, group_dst=owner, async_op=True)
+            work = dist.reduce(flat, group=self.group, group_dst=owner, async_op=True)
             self.traffic.count("S", 0 if mine else flat.numel(), flat)
         return Bucket([tensor.shape for tensor in tensors], flat, work, mine)
 
+    @explained()
     def bring(self, tensors: Sequence[Tensor], owners: Sequence[int], kind: str) -> None:
         """Overwrite tensors with their owners', in buckets; of matrices the triangles are sent.
 
@@ -216,8 +233,7 @@ class Group:
             for bucket in buckets(tensors, owners, self.limit)
         ]
         for work, flat, brought in started:
-            with explained():
-                work.wait()
+            work.wait()
             if flat is not brought[0]:
                 unpack_all(flat, brought)
 
@@ -225,11 +241,11 @@ class Group:
         mine, (first, *more) = owner == self.rank, tensors
         whole = not more and packed_size(first.shape) == first.numel() and first.is_contiguous()
         flat = first if whole else pack_all(tensors, filled=mine)
-        with explained():
-            work = dist.broadcast(flat, group=self.group, group_src=owner, async_op=True)
+        work = dist.broadcast(flat, group=self.group, group_src=owner, async_op=True)
         self.traffic.count(kind, flat.numel() * (self.ranks - 1) if mine else 0, flat)
         return work, flat, tensors
 
+    @explained()
     def exchange(
         self, pieces: Sequence[Sequence[Tensor]], sizes: Sequence[int], kind: str, room: Tensor
     ) -> list[Tensor]:
@@ -237,22 +253,21 @@ class Group:
         given = torch.cat([room, *(piece.reshape(-1) for own in pieces for piece in own)])
         away = [sum(piece.numel() for piece in own) for own in pieces]
         found = room.new_empty(sum(sizes))
-        with explained():
-            dist.all_to_all_single(found, given, list(sizes), away, group=self.group)
+        dist.all_to_all_single(found, given, list(sizes), away, group=self.group)
         self.traffic.count(kind, sum(away) - away[self.rank], given)
         return list(found.split(list(sizes)))
 
+    @explained()
     def largest(self, flags: Tensor) -> Tensor:
         """The largest of every entry over ranks, in place."""
-        with explained():
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
         return flags
 
+    @explained()
     def everyones(self, said: object) -> list[Any]:
         """What each rank says."""
         found: list[Any] = [None] * self.ranks
-        with explained():
-            dist.all_gather_object(found, said, group=self.group)
+        dist.all_gather_object(found, said, group=self.group)
         return found
 
     def coordinates(self, mesh: Any) -> list[list[int]]:
@@ -285,24 +300,71 @@ class Bucket:
             unpack_all(self.flat, found)
         return found
 
+    @explained()
     def _wait(self) -> None:
         if self.flat.is_meta:
             return
         if self.work is not None:
-            with explained():
-                self.work.wait()
+            self.work.wait()
         if not self.mine:
             self.flat = self.flat.to("meta")
 
 
-@contextmanager
-def explained() -> Iterator[None]:
-    """Say what a failing collective means."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {dist.get_rank()} of {dist.get_world_size()}: S could not be summed over ranks. Likely causes: "
-            "another rank has died or left its training loop, or it took another number of steps; see that "
-            f"rank's output first. torch says: {error}"
-        ) from error
+class Shards:
+    """Sharded gradients of one type on one device, and the ranks that own their layers.
+
+    Args:
+        group: the ranks.
+        room: an empty tensor, of the type and on the device.
+        owned: the parameters that each rank owns.
+    """
+
+    def __init__(self, group: Group, room: Tensor, owned: list[list[Any]]) -> None:
+        self._group, self._room, self._owned, self._own = group, room, owned, owned[group.rank]
+
+    def gathered(self) -> dict[Tensor, Tensor]:
+        """The whole gradients of what this rank owns, from the ranks that hold shards of its copy of the model."""
+        ranks, me = range(self._group.ranks), self._group.rank
+        pieces = [[self._gradient(p) for p in self._owned[r] if self._beside(p, me, r)] for r in ranks]
+        sources = [[p for p in self._own if self._beside(p, rank, me)] for rank in ranks]
+        found = {p: self._room.new_empty(p.shape) for p in self._own}
+        for rank, p, part in self._exchange(pieces, sources, ranks, "gradients"):
+            found[p][self._box(p, rank)] = part
+        return found
+
+    def scatter(self, whole: Mapping[Tensor, Tensor]) -> None:
+        """Send all ranks their shards of what this rank owns, and write what came into gradients."""
+        ranks, me = self._group.ranks, self._group.rank
+        pieces = [[whole[p][self._box(p, rank)] for p in self._own] for rank in range(ranks)]
+        for _, p, part in self._exchange(pieces, self._owned, [me] * ranks, "directions"):
+            if p.grad is not None:
+                local(p.grad).copy_(part)
+
+    def _exchange(
+        self, pieces: list[list[Tensor]], expected: list[list[Any]], holders: Sequence[int], kind: str
+    ) -> Iterator[tuple[int, Any, Tensor]]:
+        """Send each rank its pieces. What comes: a rank, a parameter, and the part of it that a holder has."""
+        shapes = [
+            [[side.stop - side.start for side in self._box(p, holder)] for p in parameters]
+            for parameters, holder in zip(expected, holders, strict=True)
+        ]
+        sizes = [[math.prod(shape) for shape in own] for own in shapes]
+        came = self._group.exchange(pieces, [sum(own) for own in sizes], kind, self._room)
+        for rank, flat in enumerate(came):
+            parts = zip(expected[rank], flat.split(sizes[rank]), shapes[rank], strict=True)
+            for p, part, shape in parts:
+                yield rank, p, part.view(shape)
+
+    def _gradient(self, parameter: Any) -> Tensor:
+        """This rank's shard of a gradient; zeros where none came."""
+        held = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        return local(held).to(self._room)
+
+    def _box(self, parameter: Any, rank: int) -> tuple[slice, ...]:
+        return box(parameter, self._group.coordinates(parameter.device_mesh)[rank])
+
+    def _beside(self, parameter: Any, one: int, other: int) -> bool:
+        """Whether two ranks hold shards of the same copy of a parameter."""
+        places = self._group.coordinates(parameter.device_mesh)
+        both = zip(places[one], places[other], parameter.placements, strict=True)
+        return all(a == b for a, b, placement in both if cut_dimension(placement) is None)

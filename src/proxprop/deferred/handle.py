@@ -1,6 +1,6 @@
 """What `attach` returns: the layers of a model whose steps are solved when their optimizer steps."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,104 +11,16 @@ from torch.optim import Optimizer
 from proxprop.deferred.accumulator import Inputs, System
 from proxprop.deferred.average import Averages, Running
 from proxprop.deferred.equation import Term, components, join
-from proxprop.deferred.exchange import Exchange, settle, whole_state
-from proxprop.deferred.gradients import Cluster, Pair
+from proxprop.deferred.observing import Attachment, Cluster, Pair
+from proxprop.deferred.owners import settle
 from proxprop.deferred.preconditioner import RowSolve, Solve, absolute_form
 from proxprop.deferred.reduction import Ranks, Reduction
-from proxprop.deferred.writer import direct
-from proxprop.distributed import mesh_of, several_ranks, whole
+from proxprop.deferred.writer import Directions, direct
 from proxprop.nn import ProximalLayer
 from proxprop.torch_internals import backward_pass, in_transform
 
 if TYPE_CHECKING:
     from proxprop.deferred.attaching import Choice
-
-
-class Attachment:
-    """One layer's tie to deferred mode. A copy or a pickle of the layer is not attached.
-
-    Args:
-        handle: what the model is attached by.
-        layer: the layer.
-        systems: the layer's systems by the names of its parts; none where it stays explicit.
-        awake: whether its class is never swapped for the one that rests.
-    """
-
-    def __init__(
-        self, handle: "Attached", layer: ProximalLayer, systems: dict[str, System], awake: bool
-    ) -> None:
-        self.handle, self.layer, self.systems = handle, layer, systems
-        self.clusters = list(dict.fromkeys(system.cluster for system in systems.values()))
-        self._parameters = [
-            (module, name, parameter)
-            for module in layer.modules()
-            for name, parameter in module.named_parameters(recurse=False)
-            if mesh_of(parameter) is None
-        ]
-        self._spread = any(mesh_of(parameter) is not None for parameter in layer.parameters())
-        self._awake = awake or self._spread
-
-    def rest(self) -> None:
-        """Let the layer be torch's own until it is to be observed again, where gradients can be followed without it."""
-        resting = bool(self.clusters) and all(cluster.resting for cluster in self.clusters)
-        self.layer._rest(resting and not self._awake)
-        for cluster in self.clusters:
-            cluster.watch.rest(cluster.resting and not self._spread and not several_ranks())
-
-    def check(self) -> None:
-        """Before a forward pass: see whether other parameters are trained, or there, than in the step before."""
-        if all(cluster.due for cluster in self.clusters):
-            return
-        self._refuse_other_parameters()
-        if any(cluster.observed for cluster in self.clusters):
-            self.rest()
-
-    def tap(self, output: Tensor, inputs: Sequence[Tensor], part: str, of: Tensor | None = None) -> Tensor:
-        """The output of torch's own forward such that backward adds S of the inputs to one of the layer's systems."""
-        self._begin_call()
-        system = self.systems[part]
-        if not system.trained:
-            return output
-        return system.tap(output, [whole(t) for t in inputs], inputs[0] if of is None else of)
-
-    def explicit(self) -> bool:
-        """Whether the layer keeps BackProp's gradient."""
-        return not self.systems
-
-    def observed(self) -> bool:
-        """Whether S of any of the layer's systems is summed in this step; else a call runs torch's own layer."""
-        for cluster in self.clusters:
-            if cluster.observed:
-                return True
-        # FSDP2 gives gradients to gathered parameters, which a compiled call can't follow: only S tells of them there.
-        if self._spread and torch.compiler.is_compiling():
-            return True
-        self._begin_call()
-        if self._spread:
-            for cluster in self.clusters:
-                cluster.watch.follow(self.layer.parameters())
-        return False
-
-    def _begin_call(self) -> None:
-        """What to look at in every call that gradients will come from."""
-        if not torch.compiler.is_compiling():
-            self._refuse_other_parameters()
-        self.handle.reduction.notice()
-        self.handle.refuse_uneven_inputs()
-
-    def _refuse_other_parameters(self) -> None:
-        """Raise where a gradient would not reach the parameters that S is summed for."""
-        for module, name, parameter in self._parameters:
-            if module._parameters.get(name) is not parameter:
-                raise RuntimeError(
-                    f"{self.layer._layer_name}: its parameters are not the ones it was attached with: they were "
-                    "replaced (load_state_dict(assign=True)) or others were passed (torch.func.functional_call). "
-                    "Call .detach() on what proxprop.attach returned, and attach again with an optimizer that holds "
-                    "the new ones"
-                )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
 
 
 class BeforeForward:
@@ -176,7 +88,7 @@ class Attached(Joinable):
         update_every = running.update_every if running is not None else 1
         self.clusters = [Cluster(systems, update_every) for systems in components(self.systems)]
         self.averages = Averages(running, self.clusters) if running is not None else None
-        self.exchange = Exchange(running)
+        self.directions = Directions(kept=running is not None)
         # Ranks may turn out to differ here, so that nothing must be tied or hooked before.
         self.reduction = Reduction(model, self.systems, self._settle)
         for cluster in self.clusters:
@@ -209,7 +121,7 @@ class Attached(Joinable):
 
     def _settle(self, ranks: Ranks) -> None:
         """The ranks are known: give every layer its owner."""
-        settle(self.clusters, ranks, self.exchange.running)
+        settle(self.clusters, ranks, self.averages.running if self.averages is not None else None)
         if self.averages is not None:
             self.averages.settle()
 
@@ -242,7 +154,7 @@ class Attached(Joinable):
         for cluster in steps:
             cluster.watch.refuse_mixed()
         if self.averages is None:
-            self.exchange.turn({c: _solves(terms) for c, terms in steps.items()}, set(), self._lends)
+            self.directions.turn({c: _solves(terms) for c, terms in steps.items()}, set(), self._lends)
         elif steps or resting:
             self._average(self.averages, steps, resting)
         for cluster in (*steps, *resting):
@@ -264,9 +176,9 @@ class Attached(Joinable):
         for cluster in resting:
             for system in cluster.systems:
                 system.forget()  # a graph from an observed step, or a layer with another cluster that is observed
-        self.exchange.send(averages.take_in(steps, resting))
+        averages.take_in(steps, resting)
         done = {cluster for cluster in resting if cluster.watch.holds_direction()}
-        self.exchange.turn({c: c.pairs for c in (*steps, *resting)}, done, self._lends)
+        self.directions.turn({c: c.pairs for c in (*steps, *resting)}, done, self._lends)
         for cluster in (*steps, *resting):
             cluster.reach(cluster.steps + 1)
         for cluster in steps:
@@ -295,18 +207,15 @@ class Attached(Joinable):
         if closure is None:
             self.solve(parameters)
             return None
-        solved = self._solving(closure, parameters)
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": solved}
-        return (args[0], solved, *args[2:]), kwargs
 
-    def _solving(self, closure: Callable[[], Any], parameters: list[Tensor]) -> Callable[[], Any]:
         def solved() -> Any:
             loss = closure()
             self.solve(parameters)
             return loss
 
-        return solved
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": solved}
+        return (args[0], solved, *args[2:]), kwargs
 
     def detach(self) -> None:
         """Go back to immediate mode: layers solve inside backward again, and optimizers step as before.
@@ -324,7 +233,7 @@ class Attached(Joinable):
             choice.layer._tie(None)
         if self.averages is not None:
             self.averages.clear()
-        self.exchange = Exchange(None)
+        self.directions = Directions(kept=False)
         self._hooks, self.systems, self.clusters, self.ties = [], [], [], []
         self._detached = True
 
@@ -338,12 +247,7 @@ class Attached(Joinable):
         Args:
             whole: bring the whole state to all ranks, which all have to ask for it.
         """
-        if self.averages is None:
-            return {}
-        entries = self.averages.entries()
-        return {
-            entry.name: entry.tensor for entry in (whole_state(entries) if whole else entries) if entry.here
-        }
+        return self.averages.state(whole) if self.averages is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` gave; training goes on exactly where it stopped.
@@ -375,7 +279,7 @@ class Attached(Joinable):
         return self.averages.bytes if self.averages is not None else 0
 
     def __repr__(self) -> str:
-        places = {c.systems[0].layer: f", {c.place}" for c in self.clusters if c.place.route is not None}
+        places = {c.systems[0].layer: f", on rank {c.owner}: {c.route.why}" for c in self.clusters if c.route}
         lines = [f"  {name}: {choice}{places.get(choice.layer, '')}" for name, choice in self.choices.items()]
         return "\n".join(["Attached(", *lines, ")"])
 

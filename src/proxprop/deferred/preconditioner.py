@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,17 +32,6 @@ def rounded_products(like: Tensor) -> Iterator[None]:
         yield
     finally:
         products.fp32_precision = before
-
-
-class Operator(Protocol):
-    """`B -> factor·(λI + M)⁻¹B`."""
-
-    @property
-    def kept(self) -> Tensor:
-        """The matrix it holds."""
-
-    def apply(self, B: Tensor) -> Solution:
-        """The direction for `B [groups, features, outputs]`."""
 
 
 class Form(NamedTuple):
@@ -136,6 +125,10 @@ class Inverse:
         """One product."""
         with rounded_products(B):
             return Solution(self.kept.to(B.dtype) @ B)
+
+
+Operator = Solve | Inverse
+"""`B -> factor·(λI + M)⁻¹B`, for many steps; `kept` is the matrix that it holds."""
 
 
 class Due(NamedTuple):

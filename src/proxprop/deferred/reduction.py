@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from proxprop.deferred.accumulator import System
 from proxprop.deferred.collectives import Bucket, Group, Traffic, buckets
 from proxprop.deferred.equation import Term
-from proxprop.deferred.gradients import Cluster
+from proxprop.deferred.observing import Cluster, by_group
 from proxprop.distributed import is_sharded, local, mesh_of, several_ranks
 from proxprop.torch_internals import active_ddp, averages_gradients, timeout, tree_flatten
 
@@ -103,7 +103,7 @@ class Round:
     def __init__(self, group: Group, systems: Sequence[System]) -> None:
         self.sent: list[Sent] = []
         self._group, self._reached = group, Counter[System]()
-        owners = [system.cluster.place.owner for system in systems]
+        owners = [system.cluster.owner for system in systems]
         found = buckets([system.leaves[0] for system in systems], owners, group.limit)
         self._left = [[systems[i] for i in bucket] for bucket in found]
 
@@ -125,7 +125,7 @@ class Round:
         systems = self._left.pop(0)
         tensors = [tensor for system in systems for tensor in system.take_share()]
         common = all(system.common for system in systems)
-        self.sent.append((systems, self._group.send(tensors, systems[0].cluster.place.owner, common)))
+        self.sent.append((systems, self._group.send(tensors, systems[0].cluster.owner, common)))
 
 
 class Reduction:
@@ -195,8 +195,9 @@ class Reduction:
         begun = self._agree([s for s in waiting if s.layer not in known and s.cluster.watch.waiting])
         if not begun and not any(system.S is not None for system in waiting):
             return
-        for group, mine in _by_group(waiting):
-            self._sent += Round(group, [s for s in mine if s in self._in_use]).complete()
+        for group, clusters in by_group(dict.fromkeys(system.cluster for system in waiting)):
+            mine = [s for s in waiting if s.cluster in clusters and s in self._in_use]
+            self._sent += Round(group, mine).complete()
         for system in waiting:
             if system.S is not None:
                 raise RuntimeError(
@@ -278,21 +279,15 @@ class Reduction:
             else:
                 del self._totals[system]
         # a shard may be zero, or empty, where others are not
-        for group, mine in _by_group(s for s in some if mesh_of(s.parameters[0]) is not None):
+        spread = [system for system in some if mesh_of(system.parameters[0]) is not None]
+        for group, clusters in by_group(dict.fromkeys(system.cluster for system in spread)):
+            mine = [system for system in spread if system.cluster in clusters]
             flags = group.largest(torch.stack([some[s] for s in mine]).to(mine[0].leaves[0]))
             some |= zip(mine, flags.bool().unbind(), strict=True)
         for system, flag in some.items():
             for total in self._totals[system]:
                 if not total.is_meta:
                     total.masked_fill_(~flag.to(total.device), 0.0)
-
-
-def _by_group(systems: Iterable[System]) -> list[tuple[Group, list[System]]]:
-    found: dict[Group, list[System]] = {}
-    for system in systems:
-        if system.cluster.group is not None:
-            found.setdefault(system.cluster.group, []).append(system)
-    return list(found.items())
 
 
 def _outermost(model: nn.Module) -> nn.Module | None:

@@ -12,7 +12,7 @@ needs nothing from other ranks but the inverse. Where shards cut through a syste
 length is shared by all outputs, the gradient is solved as a whole, by the rank that owns S.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -20,10 +20,20 @@ import torch
 from torch import Tensor
 
 from proxprop.backward import no_autocast
+from proxprop.deferred.collectives import Group, Shards
 from proxprop.deferred.equation import Block, Equation
-from proxprop.deferred.gradients import Pair
-from proxprop.deferred.preconditioner import Inverse, Operator, Solve, aligned, replayed, rounded_products
-from proxprop.distributed import box, cut_dimension, local, mesh_of
+from proxprop.deferred.observing import Cluster, Pair, by_group
+from proxprop.deferred.preconditioner import (
+    Inverse,
+    Operator,
+    RowSolve,
+    Solve,
+    aligned,
+    borrowed,
+    replayed,
+    rounded_products,
+)
+from proxprop.distributed import box, local, mesh_of
 from proxprop.replay import are_small, replays, size
 from proxprop.solvers import DIAGONAL, Solution
 from proxprop.torch_internals import copy_all
@@ -33,7 +43,6 @@ from proxprop.transfer import (
     ConvTransfer,
     LinearTransfer,
     NormTransfer,
-    Shapes,
     Transfer,
 )
 
@@ -47,14 +56,50 @@ _numbers = count()
 """Numbers plans: a captured graph reads the inverses of one, and is never replayed for another."""
 
 
-class Directions:
-    """Turns gradients into directions, and remembers which layers are turned together."""
+Pairs = Mapping[Cluster, Sequence[Pair]]
 
-    def __init__(self) -> None:
+
+class Directions:
+    """Turns gradients into directions, on all ranks, and remembers which layers are turned together.
+
+    Args:
+        kept: whether operators are kept from step to step.
+    """
+
+    def __init__(self, kept: bool) -> None:
+        self._kept = kept
         self._plans: dict[tuple[int, ...], Plan] = {}
 
-    def turn(self, pairs: Sequence[Pair]) -> None:
-        """Turn the gradients of equations into directions, in place, each with its operator."""
+    def turn(self, pairs: Pairs, done: Collection[Cluster], lend: bool) -> None:
+        """Turn the gradients of clusters into directions, in place and on all ranks.
+
+        Args:
+            pairs: those of each cluster; an operator has no memory where another rank holds it.
+            done: clusters whose gradients hold the direction already.
+            lend: whether an owner may have no gradients, so that its operators go to the ranks that have.
+        """
+        shared = {cluster: own for cluster, own in pairs.items() if cluster.group is not None}
+        for cluster in shared:
+            _lay_out(cluster.parameters)
+        fresh = None if self._kept else "inverse"
+        lent = _lent({c: own for c, own in shared.items() if lend or c.way == fresh})
+        far = {c: own for c, own in shared.items() if c.way == "gradient" and c not in lent}
+        near = {c: lent.get(c, own) for c, own in pairs.items() if c not in far and c not in done}
+        self._turn([pair for own in near.values() for pair in own])
+        for group, clusters in by_group(far):
+            mine = [pair for c in clusters if c.mine and c not in done for pair in far[c]]
+            if mesh_of(clusters[0].parameters[0]) is None:
+                self._turn(mine)
+                _bring_directions(group, clusters)
+            else:
+                _turn_shards(group, clusters, mine)
+
+    def _turn(self, pairs: Sequence[Pair]) -> None:
+        """Turn gradients on this rank alone, alike layers together."""
+        if not self._kept:
+            for pair in pairs:
+                direct(*pair)
+            return
         key = tuple(id(operator) for _, operator in pairs)  # not reused, as a plan holds its operators
         plan = self._plans.get(key)
         if plan is None:
@@ -62,6 +107,63 @@ class Directions:
             self._plans = {k: p for k, p in self._plans.items() if p.equations.isdisjoint(equations)}
             plan = self._plans[key] = Plan(pairs)
         plan.turn()
+
+
+def bring_operators(pairs: Pairs) -> None:
+    """Bring operators from their owners to all ranks, which have memory for them."""
+    for group, clusters in by_group(pairs):
+        kept = [(operator.kept, c.owner) for c in clusters for _, operator in pairs[c]]
+        if kept:
+            group.bring([matrix for matrix, _ in kept], [owner for _, owner in kept], "inverses")
+
+
+def _lent(pairs: Pairs) -> Pairs:
+    """The same operators with memory on all ranks, for one step."""
+    lent = {
+        cluster: [
+            (equation, operator)
+            if cluster.mine
+            else (equation, borrowed(operator, torch.empty_like(operator.kept, device=cluster.device)))
+            for equation, operator in own
+        ]
+        for cluster, own in pairs.items()
+    }
+    bring_operators(lent)
+    return lent
+
+
+def _bring_directions(group: Group, clusters: Sequence[Cluster]) -> None:
+    """Bring directions from their owners to ranks that hold whole parameters."""
+    found = [(p.grad, c.owner) for c in clusters for p in c.parameters if p.grad is not None]
+    group.bring([plain(g) for g, _ in found], [owner for _, owner in found], "directions")
+
+
+def _turn_shards(group: Group, clusters: Sequence[Cluster], mine: Sequence[Pair]) -> None:
+    """Gather the gradients of what this rank owns, turn them, and put directions into every rank's shards."""
+    alike: dict[tuple[torch.dtype, torch.device], list[list[Any]]] = {}
+    for cluster in clusters:
+        for p in cluster.parameters:
+            if p.requires_grad:
+                owned = alike.setdefault((p.dtype, cluster.device), [[] for _ in range(group.ranks)])
+                owned[cluster.owner].append(p)
+    shards = [Shards(group, torch.empty(0, dtype=t, device=d), owned) for (t, d), owned in alike.items()]
+    whole = {p: gradient for each in shards for p, gradient in each.gathered().items()}
+    for pair in mine:
+        direct(*pair, whole)
+    for each in shards:
+        each.scatter(whole)
+
+
+def _lay_out(parameters: Iterable[Any]) -> None:
+    """Lay sharded gradients out as their parameters; those of tensor parallel layers may be partial sums."""
+    for p in parameters:
+        if mesh_of(p) is not None and p.grad is not None and p.grad.placements != p.placements:
+            p.grad = p.grad.redistribute(placements=p.placements)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """A tensor in a shape that is not taken for symmetric matrices."""
+    return tensor[None] if tensor.dim() == 3 else tensor
 
 
 class Plan:
@@ -245,21 +347,11 @@ class Piece(NamedTuple):
     gradient: Tensor | None
 
 
-class Share(NamedTuple):
-    """What this rank solves of a system.
-
-    Attributes:
-        pieces: None for a block that is not trained.
-        layout: how they lie in the system.
-        entries: the entries of a diagonal S that are about them.
-    """
-
-    pieces: Sequence[Piece | None]
-    layout: Transfer
-    entries: slice = slice(None)
+Share = tuple[Sequence[Piece | None], Transfer, slice]
+"""What this rank solves of a system: its pieces, how they lie in the system, and the entries of a diagonal S."""
 
 
-def direct(equation: Equation, operator: Operator, whole: Whole | None = None) -> None:
+def direct(equation: Equation, operator: Operator | RowSolve, whole: Whole | None = None) -> None:
     """Turn the gradients of an equation's parameters into its direction, in place.
 
     Args:
@@ -311,16 +403,17 @@ def share(equation: Equation, whole: Whole | None = None) -> Share:
     trained = [block.parameter for block in equation.trained]
     mesh = next((mesh_of(p) for p in trained if mesh_of(p) is not None), None)
     if mesh is None:
-        return Share([Piece(b.shape, b.gradient) if b is not None else None for b in blocks], layout)
+        return [Piece(b.shape, b.gradient) if b is not None else None for b in blocks], layout, slice(None)
     if whole is None and mesh.size() == 1:
         whole = {p: local(p.grad) for p in trained if p.grad is not None}
     if whole is not None:
-        return Share([_within(b, whole) if b is not None else None for b in blocks], layout)
+        return [_within(b, whole) if b is not None else None for b in blocks], layout, slice(None)
     own = [_shard(b.parameter) if b is not None else None for b in blocks]
     if DIAGONAL in layout.spaces:
         rows, *_ = box(trained[0], mesh.get_coordinate())
-        return Share(own, layout, rows)
-    return Share(own, equation.layout_of([piece.shape if piece is not None else None for piece in own]))
+        return own, layout, rows
+    shapes = [piece.shape if piece is not None else None for piece in own]
+    return own, equation.layout_of(shapes), slice(None)
 
 
 def _within(block: Block, whole: Whole) -> Piece:
@@ -332,25 +425,3 @@ def _within(block: Block, whole: Whole) -> Piece:
 def _shard(parameter: Tensor) -> Piece:
     """What this rank holds of a parameter."""
     return Piece(local(parameter).shape, local(parameter.grad) if parameter.grad is not None else None)
-
-
-def by_outputs(equation: Equation) -> bool:
-    """Whether shards are whole outputs, each with all of its features, that can be solved alone.
-
-    Every rank must come to the same answer, so it is about one row and not about the shard that a rank has.
-    """
-    if not getattr(equation.layer._settings.solver, "per_output", True):
-        return False
-    blocks = equation.trained_blocks
-    # shards of a parameter do not follow a slice of it
-    if not all(b is None or (b.whole and _sharded_dimension(b.parameter) == 0) for b in blocks):
-        return False
-    row: Shapes = [torch.Size([1, *b.shape[1:]]) if b is not None else None for b in blocks]
-    whole, single = equation.layout.sizes, equation.layout_of(row).sizes
-    return (whole.groups, single.groups, single.features, single.outputs) == (1, 1, whole.features, 1)
-
-
-def _sharded_dimension(parameter: Any) -> int | None:
-    """The dimension that a DTensor is cut along; None where there is not just one."""
-    cut = {cut_dimension(placement) for placement in parameter.placements} - {None}
-    return cut.pop() if len(cut) == 1 else None

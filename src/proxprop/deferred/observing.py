@@ -1,8 +1,8 @@
-"""Layers that share parameters: the steps they take, and whether S still belongs to their gradients."""
+"""When S is summed: the steps that layers take, their gradients, and the layers as they rest or are observed."""
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,11 +11,15 @@ from proxprop import tuning
 from proxprop.deferred.accumulator import System, weakly
 from proxprop.deferred.collectives import Group
 from proxprop.deferred.equation import Equation
-from proxprop.deferred.owners import Place
+from proxprop.deferred.owners import Route, Way
 from proxprop.deferred.preconditioner import Operator
-from proxprop.distributed import local, mesh_of
+from proxprop.distributed import local, mesh_of, several_ranks, whole
+from proxprop.nn import ProximalLayer
 from proxprop.solvers import DIAGONAL
 from proxprop.torch_internals import after_backward_pass, backward_pass, stored_entries, writes
+
+if TYPE_CHECKING:
+    from proxprop.deferred.handle import Attached
 
 Pair = tuple[Equation, Operator]
 """An equation, and what turns its gradients into directions."""
@@ -34,9 +38,10 @@ class Cluster:
         pairs: equations and their operators, as they were last made.
         steps: how many steps were taken.
         due: whether S is to be summed in this step. A compiled layer sees this, and no number that is new each step.
-        group: the ranks that share the batch; None where there is but one.
-        place: the rank of the group that owns S.
         turn: in which of the steps between two inversions the average is inverted.
+        group: the ranks that share the batch; None where there is but one.
+        owner: the rank of the group that owns S, the average and its inverse.
+        route: how directions come from there; None where there is one rank.
     """
 
     def __init__(self, systems: Sequence[System], update_every: int = 1) -> None:
@@ -45,7 +50,7 @@ class Cluster:
         self.ids = {id(p) for p in self.parameters}  # tensors are slow to hash
         self.pairs: list[Pair] = []
         self._made_for: list[bool] = []
-        self.settle(None, 0, Place())
+        self.settle(0)
         self.reach(0)
         self.watch = Watch(self)
         for system in systems:
@@ -83,9 +88,21 @@ class Cluster:
         large = (size for size in sizes if size.features >= tuning.TURNS_LEAST_FEATURES)
         return sum(size.groups * float(size.features) ** 3 for size in large)
 
-    def settle(self, group: Group | None, turn: int, place: Place) -> None:
-        """Take on ranks, a turn and an owner."""
-        self.group, self.turn, self.place = group, turn, place
+    def settle(
+        self, turn: int, owner: int = 0, route: Route | None = None, group: Group | None = None
+    ) -> None:
+        """Take on a turn, and an owner among ranks."""
+        self.turn, self.owner, self.route, self.group = turn, owner, route, group
+
+    @property
+    def mine(self) -> bool:
+        """Whether this rank owns S."""
+        return self.group is None or self.group.rank == self.owner
+
+    @property
+    def way(self) -> Way | None:
+        """What travels between the owner and other ranks; None where there is one rank."""
+        return self.route.way if self.route is not None else None
 
     def keep(self, pairs: list[Pair]) -> None:
         """Take on operators for the parameters that are trained now."""
@@ -97,6 +114,15 @@ class Cluster:
     def reach(self, steps: int) -> None:
         """Go on from so many steps."""
         self.steps, self.due = steps, steps % self._update_every == 0
+
+
+def by_group(clusters: Iterable[Cluster]) -> list[tuple[Group, list[Cluster]]]:
+    """Clusters by the ranks that share them, without those of this rank alone."""
+    found: dict[Group, list[Cluster]] = {}
+    for cluster in clusters:
+        if cluster.group is not None:
+            found.setdefault(cluster.group, []).append(cluster)
+    return list(found.items())
 
 
 NONE = -1
@@ -280,3 +306,90 @@ class Watch:
         if gradient is None or gradient.is_sparse:
             return 0
         return (local(gradient) if self._spread else gradient).data_ptr()
+
+
+class Attachment:
+    """One layer's tie to deferred mode. A copy or a pickle of the layer is not attached.
+
+    Args:
+        handle: what the model is attached by.
+        layer: the layer.
+        systems: the layer's systems by the names of its parts; none where it stays explicit.
+        awake: whether its class is never swapped for the one that rests.
+    """
+
+    def __init__(
+        self, handle: "Attached", layer: ProximalLayer, systems: dict[str, System], awake: bool
+    ) -> None:
+        self.handle, self.layer, self.systems = handle, layer, systems
+        self.clusters = list(dict.fromkeys(system.cluster for system in systems.values()))
+        self._parameters = [
+            (module, name, parameter)
+            for module in layer.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if mesh_of(parameter) is None
+        ]
+        self._spread = any(mesh_of(parameter) is not None for parameter in layer.parameters())
+        self._awake = awake or self._spread
+
+    def rest(self) -> None:
+        """Let the layer be torch's own until it is to be observed again, where gradients can be followed without it."""
+        resting = bool(self.clusters) and all(cluster.resting for cluster in self.clusters)
+        self.layer._rest(resting and not self._awake)
+        for cluster in self.clusters:
+            cluster.watch.rest(cluster.resting and not self._spread and not several_ranks())
+
+    def check(self) -> None:
+        """Before a forward pass: see whether other parameters are trained, or there, than in the step before."""
+        if all(cluster.due for cluster in self.clusters):
+            return
+        self._refuse_other_parameters()
+        if any(cluster.observed for cluster in self.clusters):
+            self.rest()
+
+    def tap(self, output: Tensor, inputs: Sequence[Tensor], part: str, of: Tensor | None = None) -> Tensor:
+        """The output of torch's own forward such that backward adds S of the inputs to one of the layer's systems."""
+        self._begin_call()
+        system = self.systems[part]
+        if not system.trained:
+            return output
+        return system.tap(output, [whole(t) for t in inputs], inputs[0] if of is None else of)
+
+    def explicit(self) -> bool:
+        """Whether the layer keeps BackProp's gradient."""
+        return not self.systems
+
+    def observed(self) -> bool:
+        """Whether S of any of the layer's systems is summed in this step; else a call runs torch's own layer."""
+        for cluster in self.clusters:
+            if cluster.observed:
+                return True
+        # FSDP2 gives gradients to gathered parameters, which a compiled call can't follow: only S tells of them there.
+        if self._spread and torch.compiler.is_compiling():
+            return True
+        self._begin_call()
+        if self._spread:
+            for cluster in self.clusters:
+                cluster.watch.follow(self.layer.parameters())
+        return False
+
+    def _begin_call(self) -> None:
+        """What to look at in every call that gradients will come from."""
+        if not torch.compiler.is_compiling():
+            self._refuse_other_parameters()
+        self.handle.reduction.notice()
+        self.handle.refuse_uneven_inputs()
+
+    def _refuse_other_parameters(self) -> None:
+        """Raise where a gradient would not reach the parameters that S is summed for."""
+        for module, name, parameter in self._parameters:
+            if module._parameters.get(name) is not parameter:
+                raise RuntimeError(
+                    f"{self.layer._layer_name}: its parameters are not the ones it was attached with: they were "
+                    "replaced (load_state_dict(assign=True)) or others were passed (torch.func.functional_call). "
+                    "Call .detach() on what proxprop.attach returned, and attach again with an optimizer that holds "
+                    "the new ones"
+                )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
