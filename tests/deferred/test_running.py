@@ -191,6 +191,22 @@ def test_inverses_are_kept_where_they_were(solver: Solver) -> None:
         assert before == {name: state[name].data_ptr() for name in before}
 
 
+def test_inverses_of_tied_layers_are_kept_where_they_were() -> None:
+    """Their equation is joined anew for each inversion, but nothing of the one before is held."""
+    model = proxprop.convert(Tied("own"), Exact())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = proxprop.attach(optimizer, model, running=Running(update_every=1, invert_every=1))
+    places = set()
+    for seed in range(4):
+        optimizer.zero_grad()
+        model(randn(6, 4, seed=seed)).sum().backward()
+        optimizer.step()
+        (kept,) = (t for name, t in handle.state_dict().items() if name.endswith("].kept"))
+        places.add(kept.data_ptr())
+    assert len(places) == 1
+    assert len(handle.directions._plans) == 1
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows_drawn", [None, 100])
 def test_features_in_blocks_have_the_stated_direction(bias: bool, rows_drawn: int | None) -> None:

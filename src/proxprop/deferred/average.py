@@ -229,10 +229,14 @@ class Averages:
 
     def _invert(self, clusters: Mapping[Cluster, Tensor | None]) -> None:
         """Make the operators of clusters anew, given each one's number of samples in this step."""
-        before = {equation: operator for cluster in clusters for equation, operator in cluster.pairs}
+        before = {equation.identity: operator for c in clusters for equation, operator in c.pairs}
         due = [(c, term, samples) for c, samples in clusters.items() for term in self._joined(c)]
         asked = (
-            Due(self._form(term, samples), term.equation.layer._settings.solver, before.get(term.equation))
+            Due(
+                self._form(term, samples),
+                term.equation.layer._settings.solver,
+                before.get(term.equation.identity),
+            )
             for cluster, term, samples in due
             if cluster.mine
         )
@@ -242,7 +246,7 @@ class Averages:
         for cluster, term, _ in due:
             equation = term.equation
             if not cluster.mine:
-                cluster.pairs.append((equation, self._received(cluster, term, before.get(equation))))
+                cluster.pairs.append((equation, self._received(cluster, term, before.get(equation.identity))))
                 continue
             operator, failed = next(found)
             cluster.pairs.append((equation, operator))

@@ -71,6 +71,11 @@ class Equation:
     _layout: tuple[Shapes, Transfer] | None = field(default=None, init=False, repr=False)
 
     @property
+    def identity(self) -> tuple[object, ...]:
+        """The name and what is trained: the same for equations that were joined at different times."""
+        return self.name, *(id(block.parameter) for block in self.trained)
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that have rows in this equation."""
         return [block.parameter for block in self.blocks if block is not None]

@@ -103,8 +103,8 @@ class Directions:
         key = tuple(id(operator) for _, operator in pairs)  # not reused, as a plan holds its operators
         plan = self._plans.get(key)
         if plan is None:
-            equations = {equation for equation, _ in pairs}
-            self._plans = {k: p for k, p in self._plans.items() if p.equations.isdisjoint(equations)}
+            names = {equation.name for equation, _ in pairs}
+            self._plans = {k: p for k, p in self._plans.items() if p.names.isdisjoint(names)}
             plan = self._plans[key] = Plan(pairs)
         plan.turn()
 
@@ -173,11 +173,11 @@ class Plan:
         pairs: an equation and its operator each.
 
     Attributes:
-        equations: the equations.
+        names: the equations' names.
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
-        self.equations = {equation for equation, _ in pairs}
+        self.names = {equation.name for equation, _ in pairs}
         self.pairs, self.number = pairs, next(_numbers)
         alike: dict[tuple[object, ...], list[tuple[Equation, Inverse]]] = {}
         self.alone: list[Pair] = []
