@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,9 @@ WAYS = {"inverse": math.inf, "gradient": 0.0}
 RUNNING = {"every": EVERY, "tenth": TENTH}
 
 
-def over_ranks(number: float) -> list[float]:
-    found: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(found, number)
+def over_ranks(said: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, said)
     return found
 
 
@@ -70,13 +71,15 @@ def offloaded(network: str, way: str) -> None:
 
 
 def halved_inverses_are_alike() -> None:
-    """Ranks of DDP have the same directions to the bit, also where inverses are rounded."""
+    """Ranks of DDP have the same directions to the bit, also where inverses are rounded; they lie alike in memory."""
     running = Running(update_every=1, invert_every=1, inverse_dtype=torch.bfloat16, copies=math.inf)
     model = DistributedDataParallel(NETWORKS["deep"].model().float())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = model, optimizer, proxprop.attach(optimizer, model, running=running)
     for _ in range(2):
         take_step(run, share(whole("deep")).float(), "")
+    strides = [operator.kept.stride() for cluster in run[2].clusters for _, operator in cluster.pairs]
+    assert over_ranks(strides) == [strides] * dist.get_world_size()
     for parameter in model.parameters():
         assert_same_on_all_ranks(parameter.grad)
         assert_same_on_all_ranks(parameter.detach())

@@ -174,11 +174,29 @@ def made(due: Iterable[Due], dtype: torch.dtype | None) -> list[tuple[Operator, 
     return [found[place] for place in range(len(found))]
 
 
-def aligned(like: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """Room for so many matrices like these, whose rows begin where a GPU likes them to."""
+def empty(form: Form, solver: Solver, dtype: torch.dtype | None, device: torch.device) -> Operator:
+    """An operator that holds zeros, laid out as `made` does it, for what was saved or sent to be copied into."""
+    if isinstance(solver, Exact) and form.M.dim() == 3:
+        return Inverse(aligned(form.M, len(form.M), dtype or form.M.dtype, device).zero_())
+    return Solve(form._replace(M=torch.zeros_like(form.M, device=device)), solver)
+
+
+def borrowed(operator: Operator, device: torch.device) -> Operator:
+    """An operator like another one, with room for its matrix on a device."""
+    if isinstance(operator, Inverse):
+        return Inverse(aligned(operator.kept, len(operator.kept), operator.kept.dtype, device))
+    M = torch.empty_like(operator.kept, device=device)
+    return replace(operator, form=operator.form._replace(M=M))
+
+
+def aligned(like: Tensor, groups: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Room for so many matrices like these, whose rows begin where a GPU likes them to.
+
+    Inverses lie so wherever they come from: products with rows that begin elsewhere are rounded otherwise.
+    """
     _, rows, columns = like.shape
-    room = like.new_empty(groups, rows, round_up(columns, tuning.ALIGNED), dtype=dtype)
-    return room[..., :columns]
+    size = groups, rows, round_up(columns, tuning.ALIGNED)
+    return like.new_empty(size, dtype=dtype, device=device or like.device)[..., :columns]
 
 
 def _kept(X: Tensor, before: Operator | None, dtype: torch.dtype | None) -> Inverse:
@@ -342,19 +360,3 @@ class RowSolve:
         D = (B * shrink).sub_(self._adjoint(X)).div_(damping)
         D += self._adjoint(R.mT @ (R @ (X - self._image(D))))
         return Solution(D, failed)
-
-
-def empty(form: Form, solver: Solver, dtype: torch.dtype | None, device: torch.device) -> Operator:
-    """An operator that holds zeros, for what was saved or sent to be copied into."""
-    zeros = torch.zeros_like(form.M, device=device)
-    if isinstance(solver, Exact) and zeros.dim() == 3:
-        return Inverse(zeros.to(dtype or zeros.dtype))
-    return Solve(Form(zeros, form.damping, form.factor), solver)
-
-
-def borrowed(operator: Operator, kept: Tensor) -> Operator:
-    """An operator like another one that holds a matrix of its own."""
-    if isinstance(operator, Inverse):
-        return Inverse(kept)
-    assert isinstance(operator, Solve)
-    return replace(operator, form=operator.form._replace(M=kept))

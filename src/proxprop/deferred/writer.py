@@ -121,9 +121,7 @@ def _lent(pairs: Pairs) -> Pairs:
     """The same operators with memory on all ranks, for one step."""
     lent = {
         cluster: [
-            (equation, operator)
-            if cluster.mine
-            else (equation, borrowed(operator, torch.empty_like(operator.kept, device=cluster.device)))
+            (equation, operator) if cluster.mine else (equation, borrowed(operator, cluster.device))
             for equation, operator in own
         ]
         for cluster, own in pairs.items()
