@@ -80,7 +80,7 @@ class Call:
         system: whose leaves S is handed to.
         shapes: the parameters' shapes, None for one that is not trained.
         sampling: which rows S is estimated from; None for all.
-        input: the input, where other layers may see it too; their calls share S.
+        input: the only input, which other layers may see too; their calls share S.
         summed: whether its rows were added.
     """
 
@@ -312,8 +312,8 @@ class System(Equation):
         self._note_tensor_parallel()
         sampling = self._sampling()
         call = Call(self, self.shapes, sampling)
-        if not torch.compiler.is_compiling():
-            question = self.call, tuple(s is not None for s in call.shapes), sampling
+        if len(inputs) == 1 and not torch.compiler.is_compiling():
+            question = self.call, self.leaves[0].shape, self._made_for, sampling
             call.input = self._inputs.seen(of, question)
         tensors = [*(t.detach() for t in inputs), *self.leaves]
         result: Tensor = Tap.apply(output, call, len(inputs), *tensors)
