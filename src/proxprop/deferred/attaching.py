@@ -34,7 +34,7 @@ class Choice:
 
     Attributes:
         layer: the layer.
-        mode: "deferred", or why not: "explicit" keeps BackProp's gradient, "immediate" solves inside backward.
+        mode: "deferred"; or "explicit", which keeps BackProp's gradient, or "immediate", which solves inside backward.
         bytes: memory for its S; 0 where it has none.
         reason: why it is not deferred; empty where it is.
     """
@@ -57,23 +57,23 @@ def attach(
     max_bytes: int = MAX_BYTES,
     fallback: Fallback = "explicit",
 ) -> Attached:
-    """Solve the steps of a model's converted layers when their optimizer steps, once, from all that was summed by then.
+    """Solve for a model's converted layers when their optimizer steps: once, from all that was summed by then.
 
     From here on backward leaves the plain gradient `B = AᵀG` in `.grad` and sums `S = AᵀA` beside it, over
     micro-batches and every use of a layer. `optimizer.step()` first turns `.grad` into `D = (λI + S)⁻¹B`, the
-    direction of the whole batch however it was cut. What is returned has `.solve()`, to clip or look at D before that,
-    and `.detach()`, to go back to immediate mode.
+    direction of the whole batch however it was cut. Call `.solve()` on the handle to clip or look at D before that,
+    and `.detach()` to go back to immediate mode.
 
-    A loss that is a mean over a micro-batch has to be weighted by the micro-batch's share of the batch, as without
-    proxprop, for B to be the batch's gradient: `(loss * len(x) / batch_size).backward()`. S does not depend on
-    the loss, so that it needs no weighting.
+    As without proxprop, weight a loss that is a mean over a micro-batch by the micro-batch's share of the batch, so
+    that B is the batch's gradient: `(loss * len(x) / batch_size).backward()`. S does not depend on the loss and needs
+    no weight.
 
     Args:
-        optimizer: whose steps to solve before, or several that share the model's parameters.
-        model: a model with converted layers. Layers of which no optimizer here holds a parameter keep immediate mode.
+        optimizer: the optimizer, or several that share the model's parameters.
+        model: a model with converted layers. Those that no optimizer here holds a parameter of keep immediate mode.
         running: take S from a running average.
         max_bytes: most bytes of one layer's S.
-        fallback: what becomes of a layer without an S, or with a larger one: "explicit" leaves it BackProp's gradient,
+        fallback: what to do with a layer that has no S, or a larger one: "explicit" leaves it BackProp's gradient,
             which does not depend on how the batch is cut either; "immediate" solves inside every backward.
 
     Returns:
@@ -191,7 +191,7 @@ def _takes_hooks(optimizer: Optimizer) -> bool:
 
 
 def _plain_beside_frozen(model: nn.Module) -> str:
-    """Say which plain layers train where converted ones are frozen, as LoRA's do that were added after convert."""
+    """Say which plain layers train beside converted ones that are frozen, as LoRA's do if added after convert."""
     last, found = last_layer(model), list[str]()
     for name, parent in model.named_modules():
         converted = [child for child in parent.children() if isinstance(child, ProximalLayer)]

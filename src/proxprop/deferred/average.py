@@ -44,7 +44,7 @@ class Running:
 
     c makes one ρ serve layers of any input scale. The factor in front keeps the gradient's scale: where C is a
     multiple of the identity D is B itself, as ρ grows D tends to B, and the largest eigenvalue of `D = P B` times C,
-    which bounds stable learning rates, is at most `(1 + ρ)·c` where BackProp's is C's largest.
+    which bounds stable learning rates, is at most `(1 + ρ)·c`, while BackProp's is C's largest eigenvalue.
 
     Args:
         decay: how much of the average is kept from one step to the next, in [0, 1). It looks back as many steps

@@ -58,7 +58,7 @@ class Cluster:
 
     @property
     def name(self) -> str:
-        """The first system's."""
+        """The first system's name."""
         return self.systems[0].name
 
     @property
@@ -176,7 +176,7 @@ class Watch:
         self._hooks = {}
 
     def rest(self, resting: bool) -> None:
-        """Look at backward passes with no Python, or with all care."""
+        """Follow backward passes without Python, or look at each of them."""
         if resting != self.resting:
             self.release()
             self.resting = resting
@@ -374,7 +374,7 @@ class Attachment:
         return False
 
     def _begin_call(self) -> None:
-        """What to look at in every call that gradients will come from."""
+        """Look at what must hold in every call that gradients will come from."""
         if not torch.compiler.is_compiling():
             self._refuse_other_parameters()
         self.handle.reduction.notice()

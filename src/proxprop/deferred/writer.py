@@ -53,7 +53,7 @@ ROWS_ARE_OUTPUTS = (LinearTransfer, ConvTransfer, BilinearTransfer, NormTransfer
 """Layouts whose weight is `[groups·outputs, inputs]` but for its shape, or its transpose."""
 
 _numbers = count()
-"""Numbers plans: a captured graph reads the inverses of one, and is never replayed for another."""
+"""Numbers plans, so that a captured graph, which reads the inverses of one plan, is never replayed for another."""
 
 
 Pairs = Mapping[Cluster, Sequence[Pair]]
@@ -74,7 +74,7 @@ class Directions:
         """Turn the gradients of clusters into directions, in place and on all ranks.
 
         Args:
-            pairs: those of each cluster; an operator has no memory where another rank holds it.
+            pairs: each cluster's equations and operators, which have no memory where another rank holds them.
             done: clusters whose gradients hold the direction already.
             lend: whether an owner may have no gradients, so that its operators go to the ranks that have.
         """
@@ -165,10 +165,10 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 class Plan:
-    """Which of some layers are turned together.
+    """Which layers are turned together.
 
     Args:
-        pairs: an equation and its operator each.
+        pairs: equations and their operators.
 
     Attributes:
         names: the equations' names.
@@ -257,14 +257,14 @@ class Stack:
         self.bw, self.bb = self.P[:, inputs:, :inputs].mT, self.P[:, inputs:, inputs:]
 
     def gradients(self) -> list[Tensor] | None:
-        """Those of the weights, then those of the biases; None where one does not lie as it should."""
+        """The weights' gradients, then the biases'; None where one is missing, sparse or on another device."""
         weights, biases = self._gradients(self.weights), self._gradients(self.biases)
         if weights is None or biases is None:
             return None
         return [*(gradient.mT for gradient in weights), *biases] if self.transposed else [*weights, *biases]
 
     def directions(self, gradients: list[Tensor]) -> list[Tensor]:
-        """What becomes of gradients."""
+        """The directions that gradients are turned into, in the same order."""
         weights, biases = gradients[: len(self.weights)], gradients[len(self.weights) :]
         with no_autocast(self.P.device.type), rounded_products(self.P):
             W = self._stacked(weights)
