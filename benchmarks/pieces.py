@@ -25,7 +25,7 @@ from ways import held_memory, make_optimizers, peak_memory, take_workspaces
 
 import proxprop
 from proxprop import Exact, Running
-from proxprop.deferred.packing import pack, packed_size, unpack
+from proxprop.deferred.collectives import pack, packed_size, unpack
 from proxprop.solvers.cholesky import factorize, factorize_whole
 
 METHODS = ("backprop", "immediate", "deferred", "running-1", "running-10", "observe-10")

@@ -7,8 +7,7 @@ from math import log2
 from scaling_shapes import Layers, Model
 
 from proxprop import Running
-from proxprop.deferred.average import turns
-from proxprop.deferred.owners import Load, Spread, assign, moved, routes
+from proxprop.deferred.owners import Load, Spread, assign, moved, routes, turns
 
 NUMBER = 4
 """Bytes of a float32, in which S is kept, sent and solved."""
@@ -181,7 +180,9 @@ def loads(model: Model, running: Running | None) -> list[Load]:
     """What the library's own functions share out."""
     layers = each(model)
     efforts = [float(layer.blocks * layer.features**3) for layer in layers]
-    slots = turns(efforts, running) if running is not None else [0] * len(layers)
+    slots = [0] * len(layers)
+    if running is not None:
+        slots = turns(efforts, running.update_every, running.invert_every)
     half = running is not None and running.inverse_dtype is not None
     size = 2 if half else NUMBER
     return [

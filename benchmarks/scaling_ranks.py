@@ -81,7 +81,7 @@ def counts(kind: str, way: str) -> dict[str, Any]:
     torch.manual_seed(0)
     attached = train(kind, Running(copies=COPIES[way]))
     traffic = attached.reduction.ranks.traffic.bytes
-    own = [cluster for cluster in attached.clusters if cluster.place.mine]
+    own = [cluster for cluster in attached.clusters if cluster.mine]
     here = {
         "held": attached.bytes_held,
         "averages": sum(t.nbytes for name, t in attached.state_dict().items() if name.endswith(".S")),

@@ -68,7 +68,7 @@ ON_ANY_RANKS = [
     row("DistributedDataParallel, `no_sync`", "ddp-no-sync", "ddp-accumulate"),
     row("DistributedDataParallel, `static_graph`", "ddp-static-graph", "ddp-reentrant"),
     row("DistributedDataParallel, `gradient_as_bucket_view`", "ddp-bucket-view"),
-    row("DistributedDataParallel, `find_unused_parameters`", "ddp-unused"),
+    row("DistributedDataParallel, `find_unused_parameters`", "ddp-unused", "ddp-unused-attention"),
     row(
         "DistributedDataParallel, shares of different size",
         "ddp-unequal",

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from proxprop.deferred.packing import buckets, pack, packed_size, unpack
+from proxprop.deferred.collectives import buckets, pack, packed_size, unpack
 
 
 def packed(S: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 import proxprop
 from proxprop import CG, Exact, Solver, backward, diagnostics, replay, tuning
-from proxprop.direction import Direction
-from proxprop.replay import Replay, Replays
+from proxprop.replay import Replay, Replays, Solved
 
 TIMES = 6
 """Enough calls for a capture and some replays."""
@@ -32,25 +31,23 @@ class Recorder:
         if self.broken:
             raise RuntimeError("out of memory")
         held = [torch.full_like(tensor, torch.nan) for tensor in tensors]
-        direction = solve(held)
+        solved = solve(held)
 
         def run() -> None:
             self.runs += 1
-            for old, new in zip(arrays(direction), arrays(solve(held)), strict=True):
+            for old, new in zip(arrays(solved), arrays(solve(held)), strict=True):
                 old.copy_(new)
             for tensor in held:
                 tensor.fill_(torch.nan)  # the pool is free to use it
 
-        return Replay(run, held, direction)
+        return Replay(run, held, solved)
 
 
-def arrays(direction: Direction) -> list[Tensor]:
+def arrays(solved: Solved) -> list[Tensor]:
     found = [
-        t
-        for p in direction.products
-        for t in ([p] if isinstance(p, Tensor) else sum(p.pairs, ()) if p else [])
+        t for p in solved.products for t in ([p] if isinstance(p, Tensor) else sum(p.pairs, ()) if p else [])
     ]
-    return [*found, *([direction.failed] if direction.failed is not None else [])]
+    return [*found, *([solved.failed] if solved.failed is not None else [])]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch import Tensor
 from proxprop import device, tuning
 from proxprop.direction import Direction, described, planned, prepare, solve
 from proxprop.failures import FailureWarner
-from proxprop.replay import replays
+from proxprop.replay import Solved, replays
 from proxprop.settings import Settings
 from proxprop.side_streams import SideSolve
 from proxprop.solvers import SAMPLE, Plan
@@ -66,14 +66,16 @@ class Task:
 
     def direction(self, saved: Sequence[Tensor], G: Tensor, shapes: Shapes) -> Parameters:
         """The solved direction. Warns of a failure and calls the observer."""
-        direction = self._replayed(saved, G, shapes)
-        if direction is None:
+        found = self._replayed(saved, G, shapes)
+        if found is None:
             transfer, G = self.transfer(saved, G, shapes)
             direction = self._solve(transfer, G)
             if self.observer is not None:
                 self.observer(transfer, G, direction, self.settings)
-        self.failures.note(self.layer, direction.failed, self.settings.solver.failure)
-        return direction.parameters
+            found = direction.parameters, direction.failed
+        parameters, failed = found
+        self.failures.note(self.layer, failed, self.settings.solver.failure)
+        return parameters
 
     def _solve(self, transfer: Transfer, G: Tensor, unmultiplied: bool = False) -> Direction:
         ready = self.side.take() if self.side is not None else None
@@ -81,8 +83,10 @@ class Task:
         with device.coarse_numbers() if coarse else nullcontext():
             return solve(transfer, G, self.settings, ready, unmultiplied)
 
-    def _replayed(self, saved: Sequence[Tensor], G: Tensor, shapes: Shapes) -> Direction | None:
-        """The direction by a CUDA graph; None if the solve is not replayed."""
+    def _replayed(
+        self, saved: Sequence[Tensor], G: Tensor, shapes: Shapes
+    ) -> tuple[Parameters, Tensor | None] | None:
+        """The direction by a CUDA graph, and whether it failed; None if the solve is not replayed."""
         found = replays(G)
         if found is None or self.observer is not None:
             return None
@@ -91,10 +95,11 @@ class Task:
         question = self.call, self.settings, *shapes
         return found.solve(question, lambda given: self._unmultiplied(given, shapes), [*saved, G])
 
-    def _unmultiplied(self, tensors: Sequence[Tensor], shapes: Shapes) -> Direction:
+    def _unmultiplied(self, tensors: Sequence[Tensor], shapes: Shapes) -> Solved:
         """Solve for the saved tensors and G, but leave a large last product for later."""
         *saved, G = tensors
-        return self._solve(*self.transfer(saved, G, shapes), unmultiplied=True)
+        direction = self._solve(*self.transfer(saved, G, shapes), unmultiplied=True)
+        return Solved(direction.products, direction.failed)
 
 
 class Proximal(torch.autograd.Function):

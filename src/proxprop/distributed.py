@@ -1,4 +1,4 @@
-"""Whether this process is one of several ranks, and what a layer has to know of that."""
+"""Whether this process is one of several ranks, and how parameters lie over them."""
 
 import math
 import warnings

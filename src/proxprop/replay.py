@@ -24,11 +24,24 @@ import torch
 from torch import Tensor
 
 from proxprop import device, torch_internals, tuning
-from proxprop.direction import Direction
 from proxprop.solvers.matmul import PendingProduct
+from proxprop.transfer import Parameters, Products
 
-Solve = Callable[[Sequence[Tensor]], Direction]
-"""From the tensors of a call to its direction, unmultiplied."""
+
+class Solved(NamedTuple):
+    """What a solve leaves.
+
+    Attributes:
+        products: of the solution, some of which may still have to be multiplied.
+        failed: as in `Solution`.
+    """
+
+    products: Products
+    failed: Tensor | None
+
+
+Solve = Callable[[Sequence[Tensor]], Solved]
+"""From the tensors of a call to what solves it."""
 
 _switched_on = True
 
@@ -50,12 +63,12 @@ class Replay(NamedTuple):
     Attributes:
         run: solves again, for what is in `tensors`.
         tensors: to copy a call's tensors to.
-        direction: what a run writes to, until the next one.
+        solved: what a run writes to, until the next one.
     """
 
     run: Callable[[], None]
     tensors: list[Tensor]
-    direction: Direction
+    solved: Solved
 
 
 Capture = Callable[[Solve, Sequence[Tensor]], Replay | None]
@@ -78,8 +91,10 @@ class Replays:
         self.last: torch.cuda.Stream | None = None
         self.lock = Lock()
 
-    def solve(self, question: Hashable, solve: Solve, tensors: list[Tensor]) -> Direction | None:
-        """The direction for these tensors by a replay; None where it is to be solved eagerly.
+    def solve(
+        self, question: Hashable, solve: Solve, tensors: list[Tensor]
+    ) -> tuple[Parameters, Tensor | None] | None:
+        """The solution for these tensors, and whether it failed, by a replay; None where it is to be solved eagerly.
 
         Args:
             question: what decides about the kernels of the solve, beside tensors and settings of torch.
@@ -100,7 +115,7 @@ class Replays:
             self._follow()
             torch_internals.copy_all(found.tensors, tensors)
             found.run()
-            return copied(found.direction)
+            return copied(found.solved)
 
     def _captured(self, question: Hashable, solve: Solve, tensors: Sequence[Tensor]) -> Replay | None:
         """A new replay, which is kept; None where it is not due, or where its capture fails or has failed."""
@@ -150,10 +165,12 @@ def are_small(tensors: Sequence[Tensor]) -> bool:
     return size(tensors) <= tuning.REPLAYED_MOST_BYTES
 
 
-def copied(direction: Direction) -> Direction:
-    """A direction in memory of its own."""
-    products = [p.clone() if isinstance(p, Tensor) else p and p.multiply() for p in direction.products]
-    return Direction(tuple(products), direction.plan, direction.failed)
+def copied(solved: Solved) -> tuple[Parameters, Tensor | None]:
+    """A solution, multiplied, in memory of its own; the flag is where the next run writes."""
+    found: list[Tensor | None] = []
+    for p in solved.products:
+        found.append(p.multiply() if isinstance(p, PendingProduct) else p.clone() if p is not None else None)
+    return tuple(found), solved.failed
 
 
 def replays(like: Tensor) -> Replays | None:
@@ -211,14 +228,14 @@ class GraphCapture:
         return self._captured(solve, tensors, pool, begin), pool
 
     def _captured(self, solve: Solve, tensors: Sequence[Tensor], pool: Any, begin: int = 0) -> Replay:
-        def run() -> tuple[list[Tensor], Direction]:
+        def run() -> tuple[list[Tensor], Solved]:
             torch.empty(begin, dtype=torch.uint8, device=self.device)
             inputs = [torch.empty_like(tensor) for tensor in tensors]
             return inputs, solve(inputs)
 
         stream, _ = _capture_stream(self.device, get_ident())
-        graph, (inputs, direction) = _graph_of(run, stream, pool)
-        return Replay(graph.replay, [_borrowed(t) for t in inputs], _borrowed_direction(direction))
+        graph, (inputs, solved) = _graph_of(run, stream, pool)
+        return Replay(graph.replay, [_borrowed(t) for t in inputs], _borrowed_solution(solved))
 
 
 BEGIN_WITH = 0.45, 0.6, 0.75
@@ -271,16 +288,15 @@ def is_common(address: int, segments: Sequence[dict[str, Any]]) -> bool:
     return any(s["address"] <= address < s["address"] + s["total_size"] for s in common)
 
 
-def _borrowed_direction(direction: Direction) -> Direction:
-    """The same direction, in memory that the pool is free to use for other solves too."""
+def _borrowed_solution(solved: Solved) -> Solved:
+    """The same solution, in memory that the pool is free to use for other solves too."""
     found: list[Tensor | PendingProduct | None] = []
-    for p in direction.products:
+    for p in solved.products:
         if isinstance(p, PendingProduct):
             found.append(PendingProduct([(_borrowed(left), _borrowed(right)) for left, right in p.pairs]))
         else:
             found.append(_borrowed(p) if p is not None else None)
-    failed = _borrowed(direction.failed) if direction.failed is not None else None
-    return Direction(tuple(found), direction.plan, failed)
+    return Solved(tuple(found), _borrowed(solved.failed) if solved.failed is not None else None)
 
 
 _borrowed = torch_internals.without_owning

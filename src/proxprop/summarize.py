@@ -12,7 +12,7 @@ from torch import nn
 from proxprop.conversion import check_module, last_layer, obstacle, owns_parameters, plain_class
 from proxprop.deferred.attaching import deferred_plan, gram_bytes
 from proxprop.deferred.average import Running
-from proxprop.deferred.handle import Attachment
+from proxprop.deferred.observing import Attachment
 from proxprop.deferred.owners import in_units
 from proxprop.nn import ProximalLayer, by_default
 from proxprop.solvers import FEATURE, Plan

@@ -479,7 +479,7 @@ def test_layers_that_are_turned_together_have_the_directions_of_each_alone(
                 model[0].weight.grad = None  # nothing reached it
             optimizer.step()
             yield {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        (plan,) = handle.exchange.directions._plans.values()
+        (plan,) = handle.directions._plans.values()
         sizes.append(sorted(len(stack.pairs) for stack in plan.stacks))
 
     sizes: list[list[int]] = []
@@ -530,7 +530,7 @@ def test_optimizers_that_step_in_turn_each_keep_their_layers_together() -> None:
         optimizers[step % 2].step()
         for optimizer in singles[half]:
             optimizer.step()
-        plans.append(set(map(id, handle.exchange.directions._plans.values())))
+        plans.append(set(map(id, handle.directions._plans.values())))
         assert_same(*({n: p.grad for n, p in m[half].named_parameters()} for m in (model, alone)))
     assert len(plans[1]) == 2
     assert all(later == plans[1] for later in plans[1:])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxprop import Running
-from proxprop.deferred.owners import Load, Place, Spread, assign, moved, routes
+from proxprop.deferred.owners import Load, Spread, assign, moved, routes
 
 LOADS = st.lists(
     st.builds(
@@ -79,11 +79,9 @@ def test_one_rank_moves_nothing() -> None:
     assert moved(load, "inverse", Spread(1)) == moved(load, "gradient", Spread(1)) == 0
 
 
-def test_a_place_says_where_and_why() -> None:
+def test_a_route_says_why() -> None:
     (route,) = routes([Load("a", held=1, matrix=100, gradient=10)], Spread(3), copies=1e9)
-    expected = "on rank 2: its gradient and direction move 20 B a step, its inverse would 200 B"
-    assert str(Place(2, False, route)) == expected
-    assert str(Place()) == "here"
+    assert route.why == "its gradient and direction move 20 B a step, its inverse would 200 B"
 
 
 @pytest.mark.parametrize("copies", [-1, float("nan")])

@@ -13,7 +13,7 @@ from cases import randn
 from deferred_claims import works
 from layers import SelfAttention
 from proxprop import Exact, Running
-from proxprop.deferred import accumulator
+from proxprop.deferred.accumulator import System
 from quiet import quiet_dynamo
 from training import assert_same, attached, grads, images, plain_model, stepped
 
@@ -124,8 +124,8 @@ def test_layers_that_see_the_same_tensor_share_its_s(monkeypatch: pytest.MonkeyP
     model = proxprop.convert(Projections().double(), Exact(), include_last=True)
     handle = proxprop.attach(torch.optim.SGD(model.parameters(), lr=0.0), model, running=Running())
     formed = []
-    original = accumulator.summand
-    monkeypatch.setattr(accumulator, "summand", lambda *args: formed.append(args) or original(*args))
+    original = System.summand
+    monkeypatch.setattr(System, "summand", lambda *args: formed.append(args) or original(*args))
     inputs = [randn(7, 6, seed=i) for i in range(2)]
     for x in inputs:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -139,6 +139,45 @@ def test_layers_that_see_the_same_tensor_share_its_s(monkeypatch: pytest.MonkeyP
             assert torch.allclose(S[name][0, :6, :6], expected)
     assert torch.equal(S["k"], S["v"])
     assert S["k"].data_ptr() != S["v"].data_ptr()
+
+
+class Lookups(nn.Module):
+    """Two tables of different sizes, looked up by the same indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Embedding(7, 3), nn.Embedding(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = x[:, 0].abs().long().clamp(max=4)
+        return self.large(index) * self.small(index)
+
+
+class Products(nn.Module):
+    """Two layers that see the same first input, and different second ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Bilinear(6, 6, 2), nn.Bilinear(6, 6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x, x.tanh()) * self.second(x, x.cos())
+
+
+@pytest.mark.parametrize("make", [Lookups, Products])
+def test_layers_that_have_no_s_in_common_each_sum_their_own(make) -> None:
+    torch.manual_seed(0)
+    plain = make().double()
+    x = randn(9, 6, seed=1) * 3
+    immediate, model = (
+        proxprop.convert(copy.deepcopy(plain), Exact(), module_types="all", include_last=True)
+        for _ in range(2)
+    )
+    optimizer = attached(model)
+    for each in (immediate, model):
+        each(x).square().sum().backward()
+    optimizer.step()
+    assert_same(grads(model), grads(immediate), tolerance=1e-9)
 
 
 class Residual(nn.Module):

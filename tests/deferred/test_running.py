@@ -191,6 +191,32 @@ def test_inverses_are_kept_where_they_were(solver: Solver) -> None:
         assert before == {name: state[name].data_ptr() for name in before}
 
 
+def test_a_loaded_inverse_lies_in_memory_as_one_that_was_made() -> None:
+    """On a GPU, products with rows that begin elsewhere are rounded otherwise."""
+    model, optimizer, handle = training(Running())
+    steps(model, optimizer, range(1))
+    _, _, resumed = training(Running())
+    resumed.load_state_dict(handle.state_dict())
+    for name, tensor in handle.state_dict().items():
+        assert resumed.state_dict()[name].stride() == tensor.stride(), name
+
+
+def test_inverses_of_tied_layers_are_kept_where_they_were() -> None:
+    """Their equation is joined anew for each inversion, but nothing of the one before is held."""
+    model = proxprop.convert(Tied("own"), Exact())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = proxprop.attach(optimizer, model, running=Running(update_every=1, invert_every=1))
+    places = set()
+    for seed in range(4):
+        optimizer.zero_grad()
+        model(randn(6, 4, seed=seed)).sum().backward()
+        optimizer.step()
+        (kept,) = (t for name, t in handle.state_dict().items() if name.endswith("].kept"))
+        places.add(kept.data_ptr())
+    assert len(places) == 1
+    assert len(handle.directions._plans) == 1
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows_drawn", [None, 100])
 def test_features_in_blocks_have_the_stated_direction(bias: bool, rows_drawn: int | None) -> None:
@@ -335,6 +361,12 @@ def grams(case: str, handle, layer: nn.Module, input: Tensor) -> Tensor:
     return handle.systems[0].S.clone()
 
 
+def counted(handle) -> float:
+    """The number of samples that S was summed over."""
+    system = handle.systems[0]
+    return float(system.split([leaf.grad for leaf in system.leaves])[1])
+
+
 @works("Sampled rows (`Running(rows=...)`)", status="approximate", mode="deferred",
        note="an unbiased estimate of S with mean square error `N²/rows·(1 − rows/N)·s²`, s² the variance of `aaᵀ` over rows")  # fmt: skip
 @pytest.mark.parametrize(("case", "make", "shape"), SAMPLED, ids=[case for case, *_ in SAMPLED])
@@ -353,7 +385,7 @@ def test_sampled_rows_estimate_s_without_bias_and_with_the_stated_error(case, ma
         for layer, count in zip(layers, (None, 7), strict=True)
     ]
     S = grams(case, handles[0], layers[0], input)
-    samples = float(handles[0].systems[0].samples)
+    samples = counted(handles[0])
     estimates = torch.stack([grams(case, handles[1], layers[1], input) for _ in range(1500)])
     single = single_rows(case, plain, input)
     spread = ((single - S / samples) ** 2).sum() / (samples - 1)
@@ -361,7 +393,7 @@ def test_sampled_rows_estimate_s_without_bias_and_with_the_stated_error(case, ma
     measured = float(((estimates - S) ** 2).sum((1, 2, 3)).mean())
     assert measured == pytest.approx(error, rel=0.15)
     assert float((estimates.mean(0) - S).norm()) < 4 * (error / 1500) ** 0.5
-    assert float(handles[1].systems[0].samples) == samples
+    assert counted(handles[1]) == samples
 
 
 def single_rows(case: str, plain: nn.Module, input: Tensor) -> Tensor:
@@ -443,6 +475,55 @@ def test_a_resumed_run_equals_one_that_went_on(through: str, solver: Solver, tmp
     ours, theirs = handle.state_dict(), resumed_handle.state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+class CrossAttention(nn.Module):
+    """Keys and values of another input than the queries, so that the packed weight is never one system."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x[:, :2], x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["", "state asked for before"])
+def test_a_resumed_run_of_cross_attention_equals_one_that_went_on(asked: bool) -> None:
+    def fresh() -> tuple[nn.Module, torch.optim.Optimizer, proxprop.Attached]:
+        torch.manual_seed(0)
+        model = proxprop.convert(CrossAttention().double(), Exact(), include_last=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        running = Running(update_every=1, invert_every=2)
+        return model, optimizer, proxprop.attach(optimizer, model, running=running)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> None:
+        for seed in seeds:
+            optimizer.zero_grad()
+            model(randn(3, 5, 4, seed=seed)).square().sum().backward()
+            optimizer.step()
+
+    runs = first, second, untouched = fresh(), fresh(), fresh()
+    train(*first[:2], range(3))
+    train(*untouched[:2], range(3))
+    if asked:
+        second[2].state_dict()
+    for one, other in zip(second, first, strict=True):
+        one.load_state_dict(other.state_dict())
+    for run in runs:
+        train(*run[:2], range(3, 7))
+    for values in zip(*(model.parameters() for model, *_ in runs), strict=True):
+        assert torch.equal(values[0], values[1])
+        assert torch.equal(values[0], values[2])  # looking at the state changes nothing
+
+
+def test_a_detached_handle_holds_no_averages() -> None:
+    model, optimizer, handle = training(Running())
+    steps(model, optimizer, range(1))
+    assert handle.bytes_held > 0
+    handle.detach()
+    assert handle.bytes_held == 0
+    assert handle.state_dict() == {}
 
 
 def test_the_state_is_a_plain_dict_of_tensors_by_layer_names() -> None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import proxprop
 from proxprop import Attached
-from proxprop.deferred.packing import packed_size
+from proxprop.deferred.collectives import packed_size
 
 Wrapped = tuple[DistributedDataParallel, torch.optim.Optimizer, Attached]
 
@@ -164,6 +164,44 @@ def layer_unused_on_some_ranks() -> None:
     assert_parity(model, {name: p.grad for name, p in alone.named_parameters()})
 
 
+class Attending(nn.Module):
+    """Attention that even ranks alone use in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.attention = nn.Linear(6, 6), nn.MultiheadAttention(6, 2, batch_first=True)
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, use: bool) -> Tensor:
+        x = self.first(x).tanh()[:, None]
+        x = self.attention(x, x, x, need_weights=False)[0] if use else x
+        return self.last(x[:, 0])
+
+
+def attention_unused_on_some_ranks() -> None:
+    """Ranks agree on the parts of attention that are in use, also those that use none of them."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return proxprop.convert(Attending().double(), proxprop.Exact(), tau_theta=0.5)
+
+    ranks = dist.get_world_size()
+    model, alone = DistributedDataParallel(build(), find_unused_parameters=True), build()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    for optimizer, each in zip(optimizers, (model, alone), strict=True):
+        proxprop.attach(optimizer, each)
+    parts = whole("exact").chunk(ranks)
+    for step in range(2):
+        losses = [mean_square(alone(parts[rank], rank % 2 <= step)) for rank in range(ranks)]
+        (sum(losses) / ranks).backward()
+        mean_square(model(parts[dist.get_rank()], dist.get_rank() % 2 <= step)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_parity(model, {name: p.grad for name, p in alone.named_parameters()})
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
 class Repeated(nn.Module):
     """One layer three times, each recomputed in a backward pass inside the backward pass."""
 
@@ -189,8 +227,8 @@ def layer_reached_several_times() -> None:
     for each, batch in ((alone, whole("exact")), (model, share(whole("exact")))):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.0)
         attached = proxprop.attach(optimizer, each)
-        if sums := attached.reduction.ranks.sums(alone.first.weight):
-            sums.limit = 1  # a bucket for each layer
+        if group := attached.clusters[0].group:
+            group.limit = 1  # a bucket for each layer
         for _ in range(2):
             optimizer.zero_grad()
             mean_square(each(batch)).backward()
@@ -254,21 +292,21 @@ def bytes_are_counted() -> None:
     model, optimizer, attached = wrapped("exact")
     mean_square(model(share(whole("exact")))).backward()
     optimizer.step()
-    sizes = {cluster: packed_size(cluster.systems[0].current[0].shape) for cluster in attached.clusters}
-    others = 8 * sum(size for cluster, size in sizes.items() if not cluster.place.mine)
-    own = 8 * sum(p.numel() for cluster in sizes if cluster.place.mine for p in cluster.parameters)
+    sizes = {cluster: packed_size(cluster.systems[0].leaves[0].shape) for cluster in attached.clusters}
+    others = 8 * sum(size for cluster, size in sizes.items() if not cluster.mine)
+    own = 8 * sum(p.numel() for cluster in sizes if cluster.mine for p in cluster.parameters)
     own *= dist.get_world_size() - 1
     traffic = attached.reduction.ranks.traffic
     assert traffic.bytes == {"S": others, "directions": own}, traffic
     assert attached.bytes_sent == others + own
-    owners = {cluster.place.owner for cluster in attached.clusters}
+    owners = {cluster.owner for cluster in attached.clusters}
     assert traffic.calls == {"S": len(owners), "directions": len(owners)}
 
 
 def sent_while_backward_runs() -> None:
     """With small buckets, S of the last layer is on its way before backward has reached the first."""
     model, _, attached = wrapped("exact")
-    attached.reduction.ranks.sums(model.module[0].weight).limit = 1
+    attached.clusters[0].group.limit = 1
     seen, traffic = [], attached.reduction.ranks.traffic
     model.module[0].register_full_backward_hook(lambda *_: seen.append(traffic.calls["S"]))
     mean_square(model(share(whole("exact")))).backward()
@@ -318,6 +356,7 @@ CASES: dict[str, Callable[[], None]] = {
     "ddp-scaler": scaled_loss,
     "ddp-reentrant": layer_reached_several_times,
     "ddp-unused": layer_unused_on_some_ranks,
+    "ddp-unused-attention": attention_unused_on_some_ranks,
     "ddp-join": partial(uneven_inputs, divide_by_initial=True),
     "ddp-join-divide": partial(uneven_inputs, divide_by_initial=False),
     "ddp-join-refused": join_without_the_attachment_is_refused,

@@ -89,9 +89,9 @@ def as_one_process(kind: str, running: Running | None) -> None:
 
 def check_owners(attached: Attached, rank: int) -> None:
     """Shared layers have owners; the expert has none but its rank, which counts its tokens alone."""
-    places = {cluster.name: cluster.place for cluster in attached.clusters}
-    assert places.pop(f"experts.{rank}").route is None
-    assert all(place.route is not None for place in places.values())
+    routes = {cluster.name: cluster.route for cluster in attached.clusters}
+    assert routes.pop(f"experts.{rank}") is None
+    assert all(route is not None for route in routes.values())
     if state := attached.state_dict():
         seen = (1 + 0.8 + 0.64) * (rank + 2)  # in three steps, at a decay of 0.8
         assert float(state[f"experts.{rank}.samples"]) == pytest.approx(seen)

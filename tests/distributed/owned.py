@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import proxprop
 from proxprop import Running
-from proxprop.deferred.exchange import load_of
-from proxprop.deferred.owners import Spread, moved
+from proxprop.deferred.owners import Spread, load_of, moved
 
 EVERY = Running(decay=0.8, update_every=1, invert_every=1)
 TENTH = Running(decay=0.8, update_every=10, invert_every=10)
@@ -26,9 +26,9 @@ WAYS = {"inverse": math.inf, "gradient": 0.0}
 RUNNING = {"every": EVERY, "tenth": TENTH}
 
 
-def over_ranks(number: float) -> list[float]:
-    found: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(found, number)
+def over_ranks(said: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, said)
     return found
 
 
@@ -55,10 +55,13 @@ def as_said(kind: str, way: str) -> None:
     ranks = dist.get_world_size()
     spread = Spread(ranks, ranks if kind == "fsdp" else 1)
     clusters = run[2].clusters
-    routed = sum(c.place.route.bytes for c in clusters)
-    assert routed == sum(moved(load_of(c, running), c.place.way, spread) for c in clusters)
+    routed = sum(c.route.bytes for c in clusters)
+    assert routed == sum(moved(load_of(c, running), c.way, spread) for c in clusters)
     S = 2 * (ranks - 1) * sum(load_of(c, running).matrix for c in clusters)
-    assert {c.place.way for c in clusters} == {way}, [c.place for c in clusters]
+    assert {c.way for c in clusters} == {way}, [c.route for c in clusters]
+    for cluster in clusters:
+        assert f"{cluster.name}: deferred" in repr(run[2])
+        assert f", on rank {cluster.owner}: {cluster.route.why}" in repr(run[2])
     assert sum(over_ranks(run[2].bytes_sent)) == pytest.approx(S + 4 * routed, rel=1e-12)
 
 
@@ -68,13 +71,15 @@ def offloaded(network: str, way: str) -> None:
 
 
 def halved_inverses_are_alike() -> None:
-    """Ranks of DDP have the same directions to the bit, also where inverses are rounded."""
+    """Ranks of DDP have the same directions to the bit, also where inverses are rounded; they lie alike in memory."""
     running = Running(update_every=1, invert_every=1, inverse_dtype=torch.bfloat16, copies=math.inf)
     model = DistributedDataParallel(NETWORKS["deep"].model().float())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = model, optimizer, proxprop.attach(optimizer, model, running=running)
     for _ in range(2):
         take_step(run, share(whole("deep")).float(), "")
+    strides = [operator.kept.stride() for cluster in run[2].clusters for _, operator in cluster.pairs]
+    assert over_ranks(strides) == [strides] * dist.get_world_size()
     for parameter in model.parameters():
         assert_same_on_all_ranks(parameter.grad)
         assert_same_on_all_ranks(parameter.detach())
@@ -89,6 +94,11 @@ def different_layers_are_refused() -> None:
     message = rf"different layers: on rank 0 .*name='2'.*on rank {dist.get_world_size() - 1} .*attach"
     with pytest.raises(RuntimeError, match=message):
         proxprop.attach(torch.optim.SGD(wrapper.parameters(), lr=0.1), wrapper)
+    model[2].requires_grad_(True)
+    handle = proxprop.attach(
+        torch.optim.SGD(wrapper.parameters(), lr=0.1), wrapper
+    )  # nothing was left behind
+    handle.detach()
 
 
 def trained_later(way: str) -> None:

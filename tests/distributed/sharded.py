@@ -119,7 +119,7 @@ def sent_while_backward_runs() -> None:
     """S of the later layer is on its way before backward has reached the first, and memory of what has left is free."""
     model = cut("exact")
     attached = proxprop.attach(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    attached.reduction.ranks.sums(model[0].weight).limit = 1
+    attached.clusters[0].group.limit = 1
     seen, traffic = [], attached.reduction.ranks.traffic
     model[1].register_full_backward_hook(lambda *_: seen.append(traffic.calls["S"]))
     mean_square(model(share(whole("exact")))).backward()

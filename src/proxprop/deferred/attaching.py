@@ -1,7 +1,7 @@
 """Attach a model's converted layers to its optimizer: what deferred mode does with each, and why."""
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from proxprop.backward import precision
 from proxprop.conversion import check_module, last_layer
 from proxprop.deferred.average import Running
-from proxprop.deferred.equation import Equation, components, why_not_joint
-from proxprop.deferred.handle import Attached, Attachment
+from proxprop.deferred.equation import components, equation_of, why_not_joint
+from proxprop.deferred.handle import Attached
+from proxprop.deferred.observing import Attachment
 from proxprop.deferred.owners import in_units
 from proxprop.deferred.preconditioner import products_with_rows, rows_pay, rows_space
-from proxprop.deferred.ranks import refuse_flat_parameters
 from proxprop.nn import ProximalLayer, by_default
 from proxprop.nn.layer import Part
 from proxprop.solvers import DIAGONAL, FEATURE, Plan
@@ -34,7 +34,7 @@ class Choice:
 
     Attributes:
         layer: the layer.
-        mode: "deferred", or why not: "explicit" keeps BackProp's gradient, "immediate" solves inside backward.
+        mode: "deferred"; or "explicit", which keeps BackProp's gradient, or "immediate", which solves inside backward.
         bytes: memory for its S; 0 where it has none.
         reason: why it is not deferred; empty where it is.
     """
@@ -57,23 +57,23 @@ def attach(
     max_bytes: int = MAX_BYTES,
     fallback: Fallback = "explicit",
 ) -> Attached:
-    """Solve the steps of a model's converted layers when their optimizer steps, once, from all that was summed by then.
+    """Solve for a model's converted layers when their optimizer steps: once, from all that was summed by then.
 
     From here on backward leaves the plain gradient `B = AᵀG` in `.grad` and sums `S = AᵀA` beside it, over
     micro-batches and every use of a layer. `optimizer.step()` first turns `.grad` into `D = (λI + S)⁻¹B`, the
-    direction of the whole batch however it was cut. What is returned has `.solve()`, to clip or look at D before that,
-    and `.detach()`, to go back to immediate mode.
+    direction of the whole batch however it was cut. Call `.solve()` on the handle to clip or look at D before that,
+    and `.detach()` to go back to immediate mode.
 
-    A loss that is a mean over a micro-batch has to be weighted by the micro-batch's share of the batch, as without
-    proxprop, for B to be the batch's gradient: `(loss * len(x) / batch_size).backward()`. S does not depend on
-    the loss, so that it needs no weighting.
+    As without proxprop, weight a loss that is a mean over a micro-batch by the micro-batch's share of the batch, so
+    that B is the batch's gradient: `(loss * len(x) / batch_size).backward()`. S does not depend on the loss and needs
+    no weight.
 
     Args:
-        optimizer: whose steps to solve before, or several that share the model's parameters.
-        model: a model with converted layers. Layers of which no optimizer here holds a parameter keep immediate mode.
+        optimizer: the optimizer, or several that share the model's parameters.
+        model: a model with converted layers. Those that no optimizer here holds a parameter of keep immediate mode.
         running: take S from a running average.
         max_bytes: most bytes of one layer's S.
-        fallback: what becomes of a layer without an S, or with a larger one: "explicit" leaves it BackProp's gradient,
+        fallback: what to do with a layer that has no S, or a larger one: "explicit" leaves it BackProp's gradient,
             which does not depend on how the batch is cut either; "immediate" solves inside every backward.
 
     Returns:
@@ -100,7 +100,7 @@ def attach(
         >>> optimizer.step()  # the direction of all 16
     """
     optimizers = _check(optimizer, model, running, max_bytes, fallback)
-    refuse_flat_parameters(model)
+    _refuse_flat_parameters(model)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, ProximalLayer)}
     if not layers:
         raise ValueError("the model has no proximal layer to attach: call proxprop.convert(model) first")
@@ -109,7 +109,7 @@ def attach(
     choices = {
         public_name(name, layer): choose(layer, max_bytes, fallback, width)
         for name, layer in layers.items()
-        if in_optimizers(layer, held)
+        if not held.isdisjoint(layer.parameters())
     }
     _refuse_twice(choices)
     added = _plain_beside_frozen(model)
@@ -174,6 +174,14 @@ def _check(
     return optimizers
 
 
+def _refuse_flat_parameters(model: nn.Module) -> None:
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ValueError(
+            "FullyShardedDataParallel cuts parameters without regard to their rows, so that no rank can solve for "
+            "what it holds. Use torch.distributed.fsdp.fully_shard"
+        )
+
+
 def _takes_hooks(optimizer: Optimizer) -> bool:
     try:
         optimizer.register_step_pre_hook(lambda *_: None).remove()
@@ -183,7 +191,7 @@ def _takes_hooks(optimizer: Optimizer) -> bool:
 
 
 def _plain_beside_frozen(model: nn.Module) -> str:
-    """Say which plain layers train where converted ones are frozen, as LoRA's do that were added after convert."""
+    """Say which plain layers train beside converted ones that are frozen, as LoRA's do if added after convert."""
     last, found = last_layer(model), list[str]()
     for name, parent in model.named_modules():
         converted = [child for child in parent.children() if isinstance(child, ProximalLayer)]
@@ -242,7 +250,7 @@ def gram_bytes(layer: ProximalLayer, width: int | None = None) -> int | None:
 
 
 def _part_bytes(layer: ProximalLayer, part: Part, width: int | None) -> int:
-    equation = Equation.of("", layer, part, width)
+    equation = equation_of("", layer, part, width)
     if not equation.trained:
         return 0
     layout = equation.layout
@@ -255,7 +263,7 @@ def check_shared(model: nn.Module, choices: dict[str, Choice], width: int | None
     """Raise ValueError where layers share a parameter in a way that no common system has."""
     deferred = {name: c.layer for name, c in choices.items() if c.mode == "deferred"}
     equations = [
-        Equation.of(name, layer, part, width)
+        equation_of(name, layer, part, width)
         for name, layer in deferred.items()
         for part in layer._parts().values()
     ]
@@ -282,11 +290,6 @@ def _check_explicit(model: nn.Module, deferred: dict[str, ProximalLayer]) -> Non
                 )
 
 
-def in_optimizers(layer: ProximalLayer, parameters: Collection[Tensor]) -> bool:
-    """Whether an optimizer holds any of a layer's parameters."""
-    return any(parameter in parameters for parameter in layer.parameters())
-
-
 def deferred_plan(plan: Plan, layer: ProximalLayer) -> Plan | None:
     """How a call of a converted layer is solved in deferred mode; None where the layer has no S.
 
@@ -311,8 +314,7 @@ def deferred_plan(plan: Plan, layer: ProximalLayer) -> Plan | None:
 
 def _may_keep_rows(layer: ProximalLayer) -> bool:
     """Whether rows may stand for S: those of a linear layer that shares no weight and has no running average."""
-    attached = layer._attached
-    if isinstance(attached, Attachment) and not any(system.alone for system in attached.systems.values()):
-        return False
-    layouts = (Equation.of("", layer, part).layout for part in layer._parts().values())
+    if isinstance(layer._attached, Attachment):
+        return any(system.may_keep_rows for system in layer._attached.systems.values())
+    layouts = (equation_of("", layer, part).layout for part in layer._parts().values())
     return any(isinstance(layout, LinearTransfer) for layout in layouts)

@@ -6,26 +6,25 @@ take longer than a step, so that each of the `invert_every` steps has its share.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from proxprop import tuning
-from proxprop.deferred.accumulator import System
 from proxprop.deferred.equation import Equation, Term, join, total
-from proxprop.deferred.owners import Place
+from proxprop.deferred.observing import Cluster, Pair
 from proxprop.deferred.preconditioner import (
     Due,
     Form,
     Operator,
     absolute_form,
+    describe,
     empty,
     made,
     relative_form,
 )
-from proxprop.solvers import DIAGONAL
+from proxprop.deferred.writer import bring_operators, plain
 from proxprop.torch_internals import add_all, multiply_all, norms
 from proxprop.transfer.layouts import BlockLayout
 
@@ -45,7 +44,7 @@ class Running:
 
     c makes one ρ serve layers of any input scale. The factor in front keeps the gradient's scale: where C is a
     multiple of the identity D is B itself, as ρ grows D tends to B, and the largest eigenvalue of `D = P B` times C,
-    which bounds stable learning rates, is at most `(1 + ρ)·c` where BackProp's is C's largest.
+    which bounds stable learning rates, is at most `(1 + ρ)·c`, while BackProp's is C's largest eigenvalue.
 
     Args:
         decay: how much of the average is kept from one step to the next, in [0, 1). It looks back as many steps
@@ -132,7 +131,7 @@ def update(pairs: Sequence[tuple[Average, Average]], decay: float) -> None:
 
 
 def _cleaned(steps: Sequence[Average]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Which of some S are not finite, all S and all numbers of samples; zeros, in place of S, where it is not."""
+    """Which S are not finite, all S and all numbers of samples; zeros, in place of S, where S is not finite."""
     summed = [step.S for step in steps]
     broken = ~torch.stack(norms(summed, math.inf)).isfinite()
     counts = torch.stack([step.samples for step in steps]).masked_fill_(broken, 0.0)
@@ -141,233 +140,124 @@ def _cleaned(steps: Sequence[Average]) -> tuple[Tensor, list[Tensor], list[Tenso
     return broken, summed, list(counts.unbind())
 
 
-@dataclass(eq=False)
-class Cluster:
-    """Systems that share parameters, mostly one alone, and what turns their gradients into directions.
-
-    Attributes:
-        systems: the systems.
-        update_every: S is summed in the first of so many steps.
-        operators: an equation and its operator each, since they were last made.
-        turn: in which of the steps between two inversions its average is inverted.
-        steps: how many steps it took.
-        due: whether S is to be summed in this step. A compiled layer sees this, and no number that is new each step.
-        place: the rank that owns its S.
-    """
-
-    systems: Sequence[System]
-    update_every: int = 1
-    operators: list[tuple[Equation, Operator]] = field(default_factory=list, init=False)
-    turn: int = field(default=0, init=False)
-    steps: int = field(init=False)
-    due: bool = field(init=False)
-    place: Place = field(default=Place(), init=False)
-
-    def __post_init__(self) -> None:
-        self.parameters = list({p: None for system in self.systems for p in system.parameters})
-        self.ids = {id(p) for p in self.parameters}
-        self._made_for: list[bool] = []
-        self.reach(0)
-
-    @property
-    def name(self) -> str:
-        """The first system's."""
-        return self.systems[0].name
-
-    @property
-    def observed(self) -> bool:
-        """Whether S is summed in this step: it is due, or other parameters are trained than operators were made for."""
-        trained = self._trained()
-        return (self.due or trained != self._made_for) and any(trained)
-
-    @property
-    def resting(self) -> bool:
-        """Whether its parameters are trained in this step without S."""
-        if self.due:
-            return False
-        trained = self._trained()
-        return trained == self._made_for and any(trained)
-
-    @property
-    def cost(self) -> float:
-        """How long its average takes to be inverted, beside others'; nothing where it is small."""
-        layouts = [system.layout for system in self.systems if system.usual and system.trained]
-        sizes = [layout.sizes for layout in layouts if DIAGONAL not in layout.spaces]
-        large = (size for size in sizes if size.features >= tuning.TURNS_LEAST_FEATURES)
-        return sum(size.groups * float(size.features) ** 3 for size in large)
-
-    def settle(self, place: Place) -> None:
-        """Take on an owner."""
-        self.place = place
-
-    def keep(self, operators: list[tuple[Equation, Operator]]) -> None:
-        """Take on operators for the parameters that are trained now."""
-        self.operators, self._made_for = operators, self._trained()
-
-    def _trained(self) -> list[bool]:
-        return [p.requires_grad for p in self.parameters]
-
-    def reach(self, steps: int) -> None:
-        """Go on from so many steps."""
-        self.steps, self.due = steps, steps % self.update_every == 0
-
-
-def turns(costs: Sequence[float], running: Running) -> list[int]:
-    """Turns of layers, such that the steps between two inversions of a layer take about as long.
-
-    Steps that form S have a share of the work with that. Small matrices, which cost nothing here, are inverted
-    together, in the first of these steps: that takes a few calls, however many there are. Turns do not depend on the
-    number of ranks, so that ranks take the steps of one process.
-
-    Example:
-        >>> turns([5.0, 3.0, 2.0, 0.0], Running(update_every=1, invert_every=2))
-        [0, 1, 1, 0]
-    """
-    share = sum(costs) / running.invert_every
-    some = running.update_every > 1
-    load = [
-        share if some and step % running.update_every == 0 else 0.0 for step in range(running.invert_every)
-    ]
-    found = [0] * len(costs)
-    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        found[index] = load.index(min(load)) if costs[index] else 0
-        load[found[index]] += costs[index]
-    return found
-
-
-def take_turns(clusters: Sequence[Cluster], running: Running) -> None:
-    """Give clusters their turns."""
-    for cluster, turn in zip(clusters, turns([c.cost for c in clusters], running), strict=True):
-        cluster.turn = turn
-
-
 class Averages:
-    """The running averages of all systems of a model. Those that other ranks own have a shape here but no memory.
+    """The running averages of a model. Those that other ranks own have a shape here but no memory.
 
     Args:
         running: the user's choice.
+        clusters: all clusters of the model.
 
     Attributes:
         averages: each system's.
-        anew: clusters whose operators were made anew since `anew` was last emptied; the same on all ranks.
     """
 
-    def __init__(self, running: Running) -> None:
-        self.running = running
+    def __init__(self, running: Running, clusters: Sequence[Cluster]) -> None:
+        self.running, self.clusters = running, clusters
         self.averages: dict[Equation, Average] = {}
-        self.anew: list[Cluster] = []
-        self._made_for: dict[Equation, tuple[object, ...]] = {}
 
     @property
     def bytes(self) -> int:
-        """Memory of averages on this rank."""
-        return sum(average.S.nbytes for average in self.averages.values() if not average.S.is_meta)
+        """Memory of averages and inverses on this rank."""
+        kept = [operator.kept for cluster in self.clusters for _, operator in cluster.pairs]
+        held = [*(average.S for average in self.averages.values()), *kept]
+        return sum(tensor.nbytes for tensor in held if not tensor.is_meta)
 
-    def settle(self, clusters: Sequence[Cluster]) -> None:
+    def clear(self) -> None:
+        """Drop all averages and inverses."""
+        self.averages, self.clusters = {}, ()
+
+    def settle(self) -> None:
         """Let go of what other ranks own."""
-        for cluster in clusters:
-            if cluster.place.mine or not cluster.operators:
+        for cluster in self.clusters:
+            if cluster.mine or not cluster.pairs:
                 continue
             for system in cluster.systems:
                 if system in self.averages:
                     self.averages[system] = Average(*(t.to("meta") for t in self.averages[system]))
-            if cluster.place.way == "gradient":
-                cluster.keep(self.empty_operators(cluster))
+            if cluster.way == "gradient":
+                cluster.keep(self._empty_pairs(cluster))
 
-    def take_in(self, steps: Mapping[Cluster, Sequence[Term]]) -> None:
-        """Take in an observed step of clusters' systems, and make their operators anew where it is time."""
+    def take_in(self, steps: Mapping[Cluster, Sequence[Term]], resting: Iterable[Cluster]) -> None:
+        """Take in S of an observed step, and make operators anew, on all ranks that keep them, where it is time.
+
+        Args:
+            steps: what was summed for clusters that are observed in this step.
+            resting: clusters that are not.
+        """
         counted = steps.items() if self.running.damping is None else ()
         samples = {cluster: total(terms) for cluster, terms in counted}  # before they are overwritten
-        started = self._update([term for terms in steps.values() for term in terms])
+        started = self._update(steps)
         due = {
-            cluster: samples.get(cluster)
-            for cluster, terms in steps.items()
-            if self._has_its_turn(cluster) or any(term.equation in started for term in terms)
+            **{c: samples.get(c) for c in steps if c in started or self._has_its_turn(c)},
+            **{c: None for c in resting if self._has_its_turn(c)},
         }
         self._invert(due)
-
-    def refresh(self, clusters: Sequence[Cluster]) -> None:
-        """Make the operators anew of clusters that rest in this step and have their turn."""
-        if due := [cluster for cluster in clusters if self._has_its_turn(cluster)]:
-            self._invert(dict.fromkeys(due))
+        bring_operators({cluster: cluster.pairs for cluster in due if cluster.way == "inverse"})
 
     def _has_its_turn(self, cluster: Cluster) -> bool:
         return cluster.steps % self.running.invert_every == cluster.turn
 
-    def _update(self, terms: Sequence[Term]) -> set[Equation]:
-        """Update the averages; returns the systems whose average was started or moved here."""
-        started = set[Equation]()
+    def _update(self, steps: Mapping[Cluster, Sequence[Term]]) -> set[Cluster]:
+        """Update the averages; returns the clusters of which one was started, or moved here."""
+        started = set[Cluster]()
         alike: dict[tuple[torch.device, torch.dtype], list[tuple[Average, Average]]] = {}
-        for term in terms:
-            system = term.equation
+        for cluster, term in ((cluster, term) for cluster, terms in steps.items() for term in terms):
             assert term.samples is not None
-            assert isinstance(system, System)
-            held, step = self.averages.get(system), Average(term.S, term.samples)
-            if self._is_new(system):
-                started.add(system)
+            held, step = self.averages.get(term.equation), Average(term.S, term.samples)
             if held is None or held.S.shape != step.S.shape:
-                self.averages[system] = step if step.S.is_meta else _finite(step)
+                started.add(cluster)
+                self.averages[term.equation] = step if step.S.is_meta else _finite(step)
                 continue
-            if (held.S.device, held.S.dtype) != (step.S.device, step.S.dtype):
-                held = self.averages[system] = Average(held.S.to(step.S), held.samples.to(step.S))
+            if self._has_moved(cluster, held, step):
+                started.add(cluster)
+                held = self.averages[term.equation] = Average(held.S.to(step.S), held.samples.to(step.S))
             if not step.S.is_meta:
                 alike.setdefault((step.S.device, step.S.dtype), []).append((held, step))
         for pairs in alike.values():
             update(pairs, self.running.decay**self.running.update_every)
         return started
 
-    def _is_new(self, system: System) -> bool:
-        """Whether S has another shape, precision or device than before, as ranks that do not hold it know too."""
-        leaf = system.current[0]
-        made_for = leaf.shape, leaf.dtype, leaf.device
-        before = self._made_for.get(system)
-        self._made_for[system] = made_for
-        return before != made_for
+    def _has_moved(self, cluster: Cluster, held: Average, step: Average) -> bool:
+        """Whether S is of another precision or device than before; all ranks that keep an inverse say the same."""
+        kept = (operator.kept.device for _, operator in cluster.pairs if not operator.kept.is_meta)
+        devices = {held.S.device, step.S.device} if cluster.mine else {cluster.device, *kept}
+        return held.S.dtype != step.S.dtype or len(devices) > 1
 
-    def make_room(self, system: System, cluster: Cluster) -> None:
-        """Start an average with zeros, for what was saved to be copied into."""
-        if system in self.averages or not system.trained:
-            return
-        self._is_new(system)
-        leaves = system.current if cluster.place.mine else [leaf.to("meta") for leaf in system.current]
-        S, samples = system.split(leaves)
-        assert samples is not None
-        self.averages[system] = Average(torch.zeros_like(S), torch.zeros_like(samples))
-
-    def _joined(self, cluster: Cluster) -> Iterable[Term]:
+    def _joined(self, cluster: Cluster) -> Iterator[Term]:
         found = [(system, self.averages[system]) for system in cluster.systems if system in self.averages]
         return join([Term(system, average.S, average.samples) for system, average in found])
 
     def _invert(self, clusters: Mapping[Cluster, Tensor | None]) -> None:
         """Make the operators of clusters anew, given each one's number of samples in this step."""
-        due = [
-            (cluster, term, samples)
-            for cluster, samples in clusters.items()
-            for term in self._joined(cluster)
-        ]
-        before = {equation: operator for cluster in clusters for equation, operator in cluster.operators}
+        before = {equation.identity: operator for c in clusters for equation, operator in c.pairs}
+        due = [(c, term, samples) for c, samples in clusters.items() for term in self._joined(c)]
         asked = (
-            Due(self._form(term, samples), term.equation.layer._settings.solver, before.get(term.equation))
+            Due(
+                self._form(term, samples),
+                term.equation.layer._settings.solver,
+                before.get(term.equation.identity),
+            )
             for cluster, term, samples in due
-            if cluster.place.mine
+            if cluster.mine
         )
         found = iter(made(asked, self.running.inverse_dtype))
         for cluster in clusters:
             cluster.keep([])
         for cluster, term, _ in due:
-            operator, failed = (
-                next(found) if cluster.place.mine else (self._received(cluster, term, before), None)
-            )
-            cluster.operators.append((term.equation, operator))
-            term.equation.layer._note_failure(failed)
-        self.anew += clusters
+            equation = term.equation
+            if not cluster.mine:
+                cluster.pairs.append((equation, self._received(cluster, term, before.get(equation.identity))))
+                continue
+            operator, failed = next(found)
+            cluster.pairs.append((equation, operator))
+            equation.layer._note_failure(failed)
 
-    def _received(self, cluster: Cluster, term: Term, before: Mapping[Equation, Operator]) -> Operator:
-        """An operator that the owner's is to be copied into: the one before, if there was one."""
-        fresh, held = self._empty(cluster, term), before.get(term.equation)
-        if held is None or describe(held.kept) != describe(fresh.kept):
+    def _received(self, cluster: Cluster, term: Term, before: Operator | None) -> Operator:
+        """An operator that the owner's is to be copied into: the one before, if it fits."""
+        fresh = self._empty(cluster, term)
+        if before is None or describe(before.kept) != describe(fresh.kept):
             return fresh
-        return held
+        return before
 
     def _form(self, term: Term, samples: Tensor | None) -> Form:
         assert term.samples is not None
@@ -379,88 +269,92 @@ class Averages:
         assert samples is not None
         return absolute_form(C.mul_(samples), samples, term.equation.layer._settings)
 
-    def empty_operators(self, cluster: Cluster) -> list[tuple[Equation, Operator]]:
-        """Operators that hold zeros, for what was saved to be copied into; or nothing, where they are not held."""
+    def _empty_pairs(self, cluster: Cluster) -> list[Pair]:
+        """Operators that hold zeros, for what was saved to be copied into."""
         return [(term.equation, self._empty(cluster, term)) for term in self._joined(cluster)]
 
     def _empty(self, cluster: Cluster, term: Term) -> Operator:
-        solver, elsewhere = term.equation.layer._settings.solver, cluster.place.way == "gradient"
-        device = cluster.systems[0].current[0].device if not elsewhere else torch.device("meta")
-        device = term.S.device if cluster.place.mine else device
+        """An operator that holds zeros; or has no memory, where another rank holds it."""
+        here = cluster.mine or cluster.way == "inverse"
+        device = cluster.device if here else torch.device("meta")
+        solver = term.equation.layer._settings.solver
         return empty(self._form(term, term.samples), solver, self.running.inverse_dtype, device)
+
+    def _make_room(self, cluster: Cluster, names: Iterable[str]) -> None:
+        """Start averages of the systems of these names with zeros, for what was saved to be copied into."""
+        for system in cluster.systems:
+            if system.name not in names or system in self.averages or not system.trained:
+                continue
+            leaves = system.leaves if cluster.mine else [leaf.to("meta") for leaf in system.leaves]
+            S, samples = system.split(leaves)
+            assert samples is not None
+            self.averages[system] = Average(torch.zeros_like(S), torch.zeros_like(samples))
+
+    def state(self, whole: bool) -> dict[str, Tensor]:
+        """The state that this rank has, or all of it, brought from its owners."""
+        found: dict[str, Tensor] = {}
+        for name, tensor, cluster, owned in self._entries():
+            if owned and whole and cluster.group is not None:
+                if not cluster.mine:
+                    tensor = torch.empty_like(tensor, device=cluster.device)
+                cluster.group.bring([plain(tensor)], [cluster.owner], "state")
+            if whole or cluster.mine or not owned:
+                found[name] = tensor
+        return found
+
+    def _entries(self) -> Iterator[tuple[str, Tensor, Cluster, bool]]:
+        """All state, in the same order on all ranks; what other ranks own has no memory.
+
+        S̄ and N̄ of every system, and every cluster's number of steps and kept matrices; zeros before the first step.
+        A tensor comes with its name, its cluster, and whether the cluster's owner alone has it.
+        """
+        for cluster in self.clusters:
+            if not any(system in self.averages for system in cluster.systems):
+                self._make_room(cluster, [system.name for system in cluster.systems if system.usual])
+            if not cluster.pairs:
+                cluster.keep(self._empty_pairs(cluster))
+            yield f"{cluster.name}.steps", torch.tensor(cluster.steps), cluster, False
+            for system in cluster.systems:
+                if system in self.averages:
+                    S, samples = self.averages[system]
+                    yield f"{system.name}.S", S, cluster, True
+                    yield f"{system.name}.samples", samples, cluster, True
+            for equation, operator in cluster.pairs:
+                yield f"{equation.name}.kept", operator.kept, cluster, cluster.way == "gradient"
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a state; tensors are copied, and those that other ranks own need not be there.
+
+        Raises:
+            ValueError: an entry is missing, not expected, or of another shape.
+        """
+        for cluster in self.clusters:
+            saved = [system.name for system in cluster.systems if f"{system.name}.S" in state]
+            for system in cluster.systems if cluster.mine else ():
+                if system.name not in saved:
+                    self.averages.pop(system, None)
+            self._make_room(cluster, saved)
+            cluster.keep(self._empty_pairs(cluster))
+        expected = set[str]()
+        for name, tensor, cluster, owned in self._entries():
+            expected.add(name)
+            if cluster.mine or not owned:
+                _fill(name, tensor, state)
+        for cluster in self.clusters:
+            cluster.reach(int(state[f"{cluster.name}.steps"]))
+        if unknown := sorted(state.keys() - expected):
+            raise ValueError(f"the state has {unknown[0]!r}, which this model has no use for")
+
+
+def _fill(name: str, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
+    if name not in state:
+        raise ValueError(f"the state has no {name!r}, which this model needs")
+    if state[name].shape != tensor.shape:
+        found, wanted = list(state[name].shape), list(tensor.shape)
+        raise ValueError(f"{name!r} should have shape {wanted} but has {found}")
+    tensor.copy_(state[name])
 
 
 def _finite(step: Average) -> Average:
     _, (S,), (samples,) = _cleaned([step])
     return Average(S, samples)
-
-
-def describe(tensor: Tensor) -> tuple[object, ...]:
-    """What two tensors have in common if one can be copied into the other's place."""
-    return tensor.shape, tensor.dtype, tensor.device
-
-
-class Entry(NamedTuple):
-    """A tensor of the state; `owned` says that the cluster's owner alone has it."""
-
-    name: str
-    tensor: Tensor
-    cluster: Cluster
-    owned: bool
-
-    @property
-    def here(self) -> bool:
-        """Whether this rank has it."""
-        return self.cluster.place.mine or not self.owned
-
-
-def entries(averages: Averages, clusters: Sequence[Cluster]) -> Iterator[Entry]:
-    """All state, in the same order on all ranks; what other ranks own has no memory.
-
-    S̄ and N̄ of every system, and every cluster's number of steps and kept matrices; zeros before the first step.
-    """
-    for cluster in clusters:
-        for system in cluster.systems:
-            if system.usual:
-                averages.make_room(system, cluster)
-        if not cluster.operators:
-            cluster.keep(averages.empty_operators(cluster))
-        yield Entry(f"{cluster.name}.steps", torch.tensor(cluster.steps), cluster, owned=False)
-        for system in cluster.systems:
-            if system in averages.averages:
-                S, samples = averages.averages[system]
-                yield Entry(f"{system.name}.S", S, cluster, owned=True)
-                yield Entry(f"{system.name}.samples", samples, cluster, owned=True)
-        for equation, operator in cluster.operators:
-            yield Entry(
-                f"{equation.name}.kept", operator.kept, cluster, owned=cluster.place.way == "gradient"
-            )
-
-
-def load_state_dict(averages: Averages, clusters: Sequence[Cluster], state: Mapping[str, Tensor]) -> None:
-    """Take over what `entries` named; tensors are copied, and those that other ranks own need not be there.
-
-    Raises:
-        ValueError: an entry is missing, not expected, or of another shape.
-    """
-    expected = set[str]()
-    for cluster in clusters:
-        for system in cluster.systems:
-            if f"{system.name}.S" in state:
-                averages.make_room(system, cluster)
-        cluster.keep(averages.empty_operators(cluster))
-    for entry in entries(averages, clusters):
-        name, tensor, *_ = entry
-        expected.add(name)
-        if not entry.here:
-            continue
-        if name not in state:
-            raise ValueError(f"the state has no {name!r}, which this model needs")
-        if state[name].shape != tensor.shape:
-            found, wanted = list(state[name].shape), list(tensor.shape)
-            raise ValueError(f"{name!r} should have shape {wanted} but has {found}")
-        tensor.copy_(state[name])
-    for cluster in clusters:
-        cluster.reach(int(state[f"{cluster.name}.steps"]))
-    if unknown := sorted(set(state) - expected):
-        raise ValueError(f"the state has {unknown[0]!r}, which this model has no use for")

@@ -1,6 +1,6 @@
 """An equation `(λI + S) D = B`: the rows of parameters that it is about, and how they lie in it.
 
-Equations that share parameters, as those of tied layers and packed projections do, become equations that share none.
+Equations that share rows, as those of tied layers and packed projections do, become equations that share none.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,10 +20,11 @@ from proxprop.transfer.layouts import BlockLayout, JointLayout
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Rows of a parameter."""
+    """Rows `start` to `stop` of a parameter."""
 
     parameter: nn.Parameter
-    rows: slice
+    start: int
+    stop: int
 
     @property
     def trained(self) -> bool:
@@ -32,49 +33,33 @@ class Block:
 
     @property
     def whole(self) -> bool:
-        """Whether all rows were meant."""
-        return self.rows == slice(None)
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """The first row and the one behind the last."""
-        start, stop, _ = self.rows.indices(self.parameter.shape[0])
-        return start, stop
+        """Whether these are all rows."""
+        return self.start == 0 and self.stop == self.parameter.shape[0]
 
     @property
     def shape(self) -> torch.Size:
         """The shape of the rows."""
-        if self.whole:
-            return self.parameter.shape
-        start, stop = self.bounds
-        return torch.Size([stop - start, *self.parameter.shape[1:]])
+        return torch.Size([self.stop - self.start, *self.parameter.shape[1:]])
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradient's rows, a view; None where there is none."""
+        """The gradient's rows, a view; None where there is no gradient."""
         gradient = self.parameter.grad
-        if gradient is None or self.whole or gradient.is_sparse:
-            return gradient
-        return gradient[self.rows]
+        return gradient if gradient is None or self.whole else gradient[self.start : self.stop]
 
     def meets(self, other: "Block") -> bool:
         """Whether the two have rows in common."""
-        (start, stop), (first, behind) = self.bounds, other.bounds
-        return self.parameter is other.parameter and start < behind and first < stop
-
-    def within(self, start: int, stop: int) -> "Block":
-        """Rows `start` to `stop`, counted from this block's first."""
-        first, _ = self.bounds
-        return Block(self.parameter, slice(first + start, first + stop))
+        same = self.parameter is other.parameter
+        return same and self.start < other.stop and other.start < self.stop
 
 
 @dataclass(eq=False)
 class Equation:
-    """What an equation is about.
+    """The rows of parameters that an equation is about.
 
     Attributes:
         name: how messages call it.
-        layer: whose settings apply.
+        layer: the layer whose settings apply.
         blocks: the parameters' rows; None for a parameter that the layer does not have.
         layout_of: makes a transfer without samples from the blocks' shapes.
     """
@@ -85,42 +70,64 @@ class Equation:
     layout_of: Callable[[Shapes], Transfer]
     _layout: tuple[Shapes, Transfer] | None = field(default=None, init=False, repr=False)
 
-    @classmethod
-    def of(cls, name: str, layer: ProximalLayer, part: Part, width: int | None = None) -> "Equation":
-        """The equation of one of a layer's parts; the only one may have its features in blocks of a width."""
-        blocks = (b and Block(layer.get_parameter(b[0]), b[1]) for b in part.blocks)
-        layout_of = part.call.layout
-        if width is not None and len(layer._parts()) == 1:
-            layout_of = partial(in_blocks, part.call.layout, width)
-        return Equation(name, layer, tuple(blocks), layout_of)
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """The name and what is trained: the same for equations that were joined at different times."""
+        return self.name, *(id(block.parameter) for block in self.trained)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that rows of are in this equation."""
+        """The parameters that have rows in this equation."""
         return [block.parameter for block in self.blocks if block is not None]
+
+    @property
+    def trained_blocks(self) -> list[Block | None]:
+        """The blocks; None for one that is not trained."""
+        return [block if block is not None and block.trained else None for block in self.blocks]
 
     @property
     def trained(self) -> list[Block]:
         """The blocks that are trained."""
-        return [block for block in self.blocks if block is not None and block.trained]
+        return [block for block in self.trained_blocks if block is not None]
 
     @property
     def shapes(self) -> Shapes:
-        """The blocks' shapes, None for one that is not trained."""
-        return [block.shape if block is not None and block.trained else None for block in self.blocks]
+        """The blocks' shapes; None for one that is not trained."""
+        return [block.shape if block is not None else None for block in self.trained_blocks]
 
     @property
     def layout(self) -> Transfer:
-        """The equation's sizes and how parameters lie in it; kept until others of its blocks are trained."""
+        """The equation's sizes and how parameters lie in it; kept until other blocks are trained."""
         shapes = self.shapes
         if self._layout is None or self._layout[0] != shapes:
             self._layout = shapes, self.layout_of(shapes)
         return self._layout[1]
 
     def meets(self, other: "Equation", trained: bool = False) -> bool:
-        """Whether the two are about a row in common, or about one that is trained."""
+        """Whether the two have a row in common, or one that is trained."""
         mine, theirs = (e.trained if trained else [b for b in e.blocks if b] for e in (self, other))
         return any(block.meets(another) for block in mine for another in theirs)
+
+
+def equation_of(name: str, layer: ProximalLayer, part: Part, width: int | None = None) -> Equation:
+    """The equation of one of a layer's parts; that of an only part may have its features in blocks of a width."""
+    blocks = tuple(b and _rows(layer.get_parameter(b[0]), b[1]) for b in part.blocks)
+    layout_of = part.call.layout
+    if width is not None and len(layer._parts()) == 1:
+        layout_of = partial(_in_blocks, part.call.layout, width)
+    return Equation(name, layer, blocks, layout_of)
+
+
+def _rows(parameter: nn.Parameter, rows: slice) -> Block:
+    start, stop, _ = rows.indices(parameter.shape[0])
+    return Block(parameter, start, stop)
+
+
+def _in_blocks(layout_of: Callable[[Shapes], Transfer], width: int, shapes: Shapes) -> Transfer:
+    """A layout with its features in blocks, where they are more than one block has."""
+    layout = layout_of(shapes)
+    coupled = isinstance(layout, Affine) and layout.sizes.features > width
+    return BlockLayout(layout, width) if coupled else layout
 
 
 AnyEquation = TypeVar("AnyEquation", bound=Equation)
@@ -135,19 +142,18 @@ def components(equations: Iterable[AnyEquation], trained: bool = False) -> list[
     return found
 
 
-def in_blocks(layout_of: Callable[[Shapes], Transfer], width: int, shapes: Shapes) -> Transfer:
-    """A layout with its features in blocks, where they are more than one block has."""
-    layout = layout_of(shapes)
-    coupled = isinstance(layout, Affine) and layout.sizes.features > width
-    return BlockLayout(layout, width) if coupled else layout
-
-
 class Term(NamedTuple):
     """An equation with its S `[groups, features, features]` (or diagonal `[groups, features]`) and samples."""
 
     equation: Equation
     S: Tensor
     samples: Tensor | None
+
+
+def total(terms: Sequence[Term]) -> Tensor | None:
+    """The number of samples of all terms together; None where nobody counts."""
+    counts = [term.samples for term in terms if term.samples is not None]
+    return torch.stack(counts).sum(0) if counts else None
 
 
 def join(terms: Sequence[Term]) -> Iterator[Term]:
@@ -162,23 +168,22 @@ def join(terms: Sequence[Term]) -> Iterator[Term]:
     by_equation = {term.equation: term for term in terms}
     for equations in components(by_equation, trained=True):
         sharing = [by_equation[equation] for equation in equations]
-        yield from sharing if len(sharing) == 1 else _added(sharing)
+        if len(sharing) == 1:
+            yield sharing[0]
+        elif sharing[0].S.dim() == 2:  # tables, whose S is diagonal
+            yield sharing[0]._replace(S=torch.stack([t.S for t in sharing]).sum(0), samples=total(sharing))
+        else:
+            yield from _cut_and_added(sharing)
 
 
-def _added(terms: Sequence[Term]) -> Iterator[Term]:
-    if terms[0].S.dim() == 2:  # tables, whose S is diagonal
-        yield Term(terms[0].equation, torch.stack([t.S for t in terms]).sum(0), total(terms))
-        return
-    bounds = [_weight(term.equation).bounds for term in terms]
-    cuts = sorted({edge for pair in bounds for edge in pair})
+def _cut_and_added(terms: Sequence[Term]) -> Iterator[Term]:
+    weights = [_weight(term.equation) for term in terms]
+    cuts = sorted({edge for weight in weights for edge in (weight.start, weight.stop)})
     for start, stop in pairwise(cuts):
-        covering = [
-            term
-            for term, (first, behind) in zip(terms, bounds, strict=True)
-            if first <= start and stop <= behind
-        ]
+        pairs = zip(terms, weights, strict=True)
+        covering = [term for term, weight in pairs if weight.start <= start and stop <= weight.stop]
         if covering:
-            yield _joint(covering, start, stop)
+            yield _added(covering, start, stop)
 
 
 def _weight(equation: Equation) -> Block:
@@ -186,20 +191,14 @@ def _weight(equation: Equation) -> Block:
     return equation.trained[0]
 
 
-def total(terms: Sequence[Term]) -> Tensor | None:
-    """The number of samples of all of them; None where nobody counts."""
-    counts = [term.samples for term in terms if term.samples is not None]
-    return torch.stack(counts).sum(0) if counts else None
-
-
-def _joint(terms: Sequence[Term], start: int, stop: int) -> Term:
+def _added(terms: Sequence[Term], start: int, stop: int) -> Term:
     """The sum of terms that all cover these rows of the weight."""
     first = terms[0].equation
-    weight = Block(_weight(first).parameter, slice(start, stop))
+    weight = Block(_weight(first).parameter, start, stop)
     biases: list[Block] = []
     places: list[int | None] = []  # of each term's bias among all of them
     for term in terms:
-        own = [_cut(block, _weight(term.equation), start, stop) for block in term.equation.trained[1:]]
+        own = [_beside(block, _weight(term.equation), weight) for block in term.equation.trained[1:]]
         biases += [bias for bias in own if not any(bias.meets(other) for other in biases)]
         places.append(next((i for bias in own for i, other in enumerate(biases) if bias.meets(other)), None))
     features = terms[0].S.shape[-1] - (places[0] is not None)
@@ -207,29 +206,28 @@ def _joint(terms: Sequence[Term], start: int, stop: int) -> Term:
     S = terms[0].S.new_zeros(terms[0].S.shape[0], size, size)
     for term, place in zip(terms, places, strict=True):
         _add(S, term.S, features, place)
-    layout_of = first.layout_of
 
-    def joint_layout(shapes: Shapes) -> Transfer:
-        return JointLayout(layout_of([shapes[0], None]), len(biases))
+    def layout_of(shapes: Shapes) -> Transfer:
+        return JointLayout(first.layout_of([shapes[0], None]), len(biases))
 
-    equation = Equation(f"{first.name}[{start}:{stop}]", first.layer, (weight, *biases), joint_layout)
+    equation = Equation(f"{first.name}[{start}:{stop}]", first.layer, (weight, *biases), layout_of)
     return Term(equation, S, total(terms))
 
 
+def _beside(bias: Block, weight: Block, cut: Block) -> Block:
+    """The rows of a bias that go with some of the weight's rows."""
+    offset = bias.start - weight.start
+    return Block(bias.parameter, offset + cut.start, offset + cut.stop)
+
+
 def _add(S: Tensor, summand: Tensor, features: int, place: int | None) -> None:
-    """Add S of one term, whose bias, if there is one, is its last feature and feature `features + place` here."""
+    """Add S of one term. Its last feature, if it has a bias, is feature `features + place` here."""
     S[:, :features, :features] += summand[:, :features, :features]
     if place is not None:
         at = features + place
         S[:, :features, at] += summand[:, :features, -1]
         S[:, at, :features] += summand[:, -1, :features]
         S[:, at, at] += summand[:, -1, -1]
-
-
-def _cut(bias: Block, weight: Block, start: int, stop: int) -> Block:
-    """The rows of a bias that go with rows `start` to `stop` of the weight's parameter."""
-    first, _ = weight.bounds
-    return bias.within(start - first, stop - first)
 
 
 def why_not_joint(one: Equation, other: Equation) -> str:

@@ -2,14 +2,30 @@
 
 A layer's S is summed on one rank, its owner, which alone keeps the average and inverts it. Then either the inverse goes
 to all ranks, once each time that it is made anew, or in every step the gradient comes to the owner and the direction
-goes back. All functions here are pure: ranks come to the same answers without asking each other.
+goes back. Owners, turns and ways follow from shapes and names by pure functions: ranks come to the same answers
+without asking each other, and compare them once.
 """
 
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from proxprop.deferred.collectives import Group, packed_size
+from proxprop.deferred.equation import Equation
+from proxprop.distributed import cut_dimension, cuts, mesh_of
+from proxprop.solvers import DIAGONAL, Exact
+from proxprop.transfer import Shapes
+
+if TYPE_CHECKING:
+    from proxprop.deferred.average import Running
+    from proxprop.deferred.observing import Cluster
+    from proxprop.deferred.reduction import Ranks
 
 Way = Literal["inverse", "gradient"]
 
@@ -19,7 +35,7 @@ class Load:
     """What one layer's statistics take, or those of several that share parameters.
 
     Attributes:
-        name: the layer's.
+        name: the layer's name.
         held: bytes of the average and the inverse on the owner.
         effort: how long the inversion takes, in any unit.
         turn: in which of the steps between two inversions it is inverted.
@@ -28,7 +44,7 @@ class Load:
         gradient: bytes of the gradients.
         refresh: steps from one inverse to the next.
         bound: why only one way is possible; empty where both are.
-        only: the way that is.
+        only: the only way.
     """
 
     name: str
@@ -48,8 +64,8 @@ class Spread:
     """How a batch and its model lie over ranks.
 
     Attributes:
-        ranks: that share the batch.
-        shards: that parameters are cut into; 1 where each rank holds all of them.
+        ranks: how many ranks share the batch.
+        shards: how many shards a parameter is cut into; 1 where each rank holds all of it.
     """
 
     ranks: int
@@ -62,13 +78,33 @@ class Route:
 
     Attributes:
         way: "inverse" sends the inverse to all ranks, "gradient" the gradient to the owner and the direction back.
-        bytes: that this moves in a step, on average and over all ranks together.
+        bytes: how many bytes this moves in a step, on average and over all ranks together.
         why: the reason, for people.
     """
 
     way: Way
     bytes: float
     why: str
+
+
+def turns(costs: Sequence[float], update_every: int, invert_every: int) -> list[int]:
+    """In which of the steps between two inversions each layer is inverted, such that these take about as long.
+
+    Steps that form S have a share of the work with that. Small matrices, which cost nothing here, are inverted
+    together, in the first of these steps: that takes a few calls, however many there are. Turns do not depend on the
+    number of ranks, so that ranks take the steps of one process.
+
+    Example:
+        >>> turns([5.0, 3.0, 2.0, 0.0], update_every=1, invert_every=2)
+        [0, 1, 1, 0]
+    """
+    share = sum(costs) / invert_every if update_every > 1 else 0.0
+    load = [share if step % update_every == 0 else 0.0 for step in range(invert_every)]
+    found = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        found[index] = load.index(min(load)) if costs[index] else 0
+        load[found[index]] += costs[index]
+    return found
 
 
 SLACK = 1.1
@@ -177,24 +213,100 @@ def in_units(size: float) -> str:
     return f"{size:.3g} GiB"
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a layer's statistics live.
+def load_of(cluster: "Cluster", running: "Running | None", turn: int = 0) -> Load:
+    """What a cluster's statistics take."""
+    leaves = [system.leaves[0] for system in cluster.systems if system.leaves and system.usual]
+    exact = isinstance(cluster.systems[0].layer._settings.solver, Exact)
+    dtype = running.inverse_dtype if running is not None and exact else None
+    sizes = [(leaf, (dtype or leaf.dtype).itemsize) for leaf in leaves]
+    copy = sum(leaf.numel() * size for leaf, size in sizes)
+    S = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+    only, bound = _only_way(cluster, running)
+    return Load(
+        cluster.name,
+        held=S + copy if running is not None else S,
+        effort=cluster.cost,
+        turn=turn,
+        matrix=sum(packed_size(leaf.shape) * size for leaf, size in sizes),
+        copy=copy,
+        gradient=sum(p.numel() * p.element_size() for p in cluster.parameters),
+        refresh=running.invert_every if running is not None else 1,
+        bound=bound,
+        only=only,
+    )
 
-    Attributes:
-        owner: the rank in its group.
-        mine: whether that is this rank.
-        route: how directions come from there; None where they are made and used in one process.
+
+def _only_way(cluster: "Cluster", running: "Running | None") -> tuple[Way, str]:
+    """The only way that directions can come from an owner, and why; no reason where both ways are possible."""
+    if not any(system.trained for system in cluster.systems):
+        return "gradient", "it is not trained yet"
+    if any(system.trained and DIAGONAL in system.layout.spaces for system in cluster.systems):
+        return "inverse", "its S is a diagonal, and sent as one"
+    if running is None:
+        return "gradient", "its S is another one in each step, and solved with by its owner alone"
+    spread = mesh_of(cluster.parameters[0]) is not None
+    if spread and not (len(cluster.systems) == 1 and by_outputs(cluster.systems[0])):
+        return "gradient", "its shards are not whole outputs that could be turned alone"
+    return "gradient", ""
+
+
+def settle(clusters: Sequence["Cluster"], ranks: "Ranks", running: "Running | None") -> None:
+    """Give every cluster its ranks, its turn, its owner and its route, the same on all ranks.
+
+    Raises:
+        RuntimeError: ranks differ in their layers.
     """
+    found = {cluster: ranks.group_of(cluster.parameters[0]) for cluster in clusters}
+    for group in dict.fromkeys(found.values()):
+        own = [cluster for cluster in clusters if found[cluster] is group]
+        slots = [0] * len(own)
+        if running is not None and running.damping is not None:
+            slots = turns([cluster.cost for cluster in own], running.update_every, running.invert_every)
+        if group is None:
+            for cluster, turn in zip(own, slots, strict=True):
+                cluster.settle(turn)
+            continue
+        loads = [load_of(cluster, running, turn) for cluster, turn in zip(own, slots, strict=True)]
+        refuse_different(group, loads)
+        owners = assign(loads, group.ranks)
+        spread, copies = Spread(group.ranks, cuts(own[0].parameters[0])), running.copies if running else 0.0
+        ways = routes(loads, spread, copies)
+        for cluster, turn, owner, route in zip(own, slots, owners, ways, strict=True):
+            cluster.settle(turn, owner, route, group)
 
-    owner: int = 0
-    mine: bool = True
-    route: Route | None = None
 
-    @property
-    def way(self) -> Way | None:
-        """The route's."""
-        return self.route.way if self.route is not None else None
+def refuse_different(group: Group, loads: Sequence[Load]) -> None:
+    """Raise RuntimeError where ranks do not have the same layers to share out."""
+    mine = zlib.crc32(repr(loads).encode())
+    if len(set(group.everyones(mine))) == 1:
+        return
+    first, *others = group.everyones(loads)
+    for rank, theirs in enumerate(others, 1):
+        for one, other in zip_longest(first, theirs):
+            if one != other:
+                raise RuntimeError(
+                    f"ranks share out different layers: on rank 0 of the group there is {one}, on rank {rank} {other}. "
+                    "Build, freeze and convert the model alike on all ranks before proxprop.attach"
+                )
 
-    def __str__(self) -> str:
-        return f"on rank {self.owner}: {self.route.why}" if self.route is not None else "here"
+
+def by_outputs(equation: Equation) -> bool:
+    """Whether shards are whole outputs, each with all of its features, that can be solved alone.
+
+    Every rank must come to the same answer, so it is about one row and not about the shard that a rank has.
+    """
+    if not getattr(equation.layer._settings.solver, "per_output", True):
+        return False
+    blocks = equation.trained_blocks
+    # shards of a parameter do not follow a slice of it
+    if not all(b is None or (b.whole and _sharded_dimension(b.parameter) == 0) for b in blocks):
+        return False
+    row: Shapes = [torch.Size([1, *b.shape[1:]]) if b is not None else None for b in blocks]
+    whole, single = equation.layout.sizes, equation.layout_of(row).sizes
+    return (whole.groups, single.groups, single.features, single.outputs) == (1, 1, whole.features, 1)
+
+
+def _sharded_dimension(parameter: Any) -> int | None:
+    """The dimension that a DTensor is cut along; None where there is not just one."""
+    cut = {cut_dimension(placement) for placement in parameter.placements} - {None}
+    return cut.pop() if len(cut) == 1 else None

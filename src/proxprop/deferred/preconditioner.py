@@ -1,56 +1,24 @@
 """What turns a gradient into a direction: `B -> factor·(λI + M)⁻¹B`, by a solver, from rows, or by an inverse."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from proxprop import tuning
-from proxprop.device import round_up
-from proxprop.direction import Direction
-from proxprop.replay import replays
+from proxprop.device import float32_products, round_up
+from proxprop.replay import Solved, replays
 from proxprop.settings import Settings
 from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Exact, Sizes, Solution, Solver
 from proxprop.solvers.cholesky import factorize_whole
 from proxprop.solvers.matmul import transposed_product
-from proxprop.solvers.plan import Plan, remembered_plan
+from proxprop.solvers.plan import remembered_plan
 from proxprop.transfer import LinearTransfer
 
 
-@contextmanager
-def rounded_products(like: Tensor) -> Iterator[None]:
-    """Within, a GPU may round the factors of float32 products to TF32's eleven bits."""
-    if not like.is_cuda or torch.compiler.is_compiling():
-        yield
-        return
-    products = torch.backends.cuda.matmul
-    before = products.fp32_precision
-    products.fp32_precision = "tf32"
-    try:
-        yield
-    finally:
-        products.fp32_precision = before
-
-
-class Operator(Protocol):
-    """`B -> factor·(λI + M)⁻¹B`."""
-
-    @property
-    def kept(self) -> Tensor:
-        """The matrix it holds."""
-
-    def apply(self, B: Tensor) -> Solution:
-        """The direction for `B [groups, features, outputs]`."""
-
-    def scale(self) -> Tensor:
-        """What each feature is multiplied by `[groups, features]`, where M is diagonal."""
-
-
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """M, λ and the factor: all that a direction depends on beside B and the solver.
 
     Attributes:
@@ -114,22 +82,16 @@ class Solve:
         """The solver's answer."""
         if B.numel() == 0:
             return Solution(B)
-        M, damping, factor = (
-            self.form.M if self.once else self.form.M.clone(),
-            self.form.damping,
-            self.form.factor,
-        )
-        if not self.solver.capturable:
-            return self.solver.features(M, B, damping).times(factor)
-        solver = self.solver
+        solver, (M, damping, factor) = self.solver, self.form
 
         def solve(given: Sequence[Tensor]) -> Solution:
             return solver.features(given[0], given[1], damping).times(factor)
 
-        return replayed((solver, damping, factor), solve, (M, B))
+        given = (M if self.once else M.clone(), B)
+        return replayed((solver, damping, factor), solve, given) if solver.capturable else solve(given)
 
     def scale(self) -> Tensor:
-        """`factor / (λ + M)`."""
+        """What each feature is multiplied by where M is diagonal: `factor / (λ + M)`, `[groups, features]`."""
         return self.form.factor / (self.form.M + self.form.damping)
 
 
@@ -145,12 +107,12 @@ class Inverse:
 
     def apply(self, B: Tensor) -> Solution:
         """One product."""
-        with rounded_products(B):
+        with float32_products("tf32", B):
             return Solution(self.kept.to(B.dtype) @ B)
 
-    def scale(self) -> Tensor:
-        """Not for a diagonal M."""
-        raise NotImplementedError("a diagonal is divided by, not inverted")
+
+Operator = Solve | Inverse
+"""`B -> factor·(λI + M)⁻¹B`, for many steps; `kept` is the matrix that it holds."""
 
 
 class Due(NamedTuple):
@@ -196,26 +158,45 @@ def made(due: Iterable[Due], dtype: torch.dtype | None) -> list[tuple[Operator, 
     return [found[place] for place in range(len(found))]
 
 
-def aligned(like: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """Room for so many matrices like these, whose rows begin where a GPU likes them to."""
+def empty(form: Form, solver: Solver, dtype: torch.dtype | None, device: torch.device) -> Operator:
+    """An operator that holds zeros, laid out as `made` does it, for what was saved or sent to be copied into."""
+    if isinstance(solver, Exact) and form.M.dim() == 3:
+        return Inverse(aligned(form.M, len(form.M), dtype or form.M.dtype, device).zero_())
+    return Solve(form._replace(M=torch.zeros_like(form.M, device=device)), solver)
+
+
+def borrowed(operator: Operator, device: torch.device) -> Operator:
+    """An operator like another one, with room for its matrix on a device."""
+    if isinstance(operator, Inverse):
+        return Inverse(aligned(operator.kept, len(operator.kept), operator.kept.dtype, device))
+    M = torch.empty_like(operator.kept, device=device)
+    return replace(operator, form=operator.form._replace(M=M))
+
+
+def aligned(like: Tensor, groups: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Room for so many matrices like these, whose rows begin where a GPU likes them to.
+
+    Inverses lie so wherever they come from: products with rows that begin elsewhere are rounded otherwise.
+    """
     _, rows, columns = like.shape
-    room = like.new_empty(groups, rows, round_up(columns, tuning.ALIGNED), dtype=dtype)
-    return room[..., :columns]
+    size = groups, rows, round_up(columns, tuning.ALIGNED)
+    return like.new_empty(size, dtype=dtype, device=device or like.device)[..., :columns]
 
 
 def _kept(X: Tensor, before: Operator | None, dtype: torch.dtype | None) -> Inverse:
     """An inverse, where the one before was: a CUDA graph of a step goes on reading there."""
     dtype = dtype or X.dtype
     kept = before.kept if isinstance(before, Inverse) else None
-    if kept is None or (kept.shape, kept.dtype, kept.device) != (X.shape, dtype, X.device):
+    if kept is None or describe(kept) != (X.shape, dtype, X.device):
         return Inverse(aligned(X, len(X), dtype).copy_(X))
     kept.copy_(X)
     assert isinstance(before, Inverse)
     return before
 
 
-UNPLANNED = Plan(FEATURE, Sizes(0, 0, 0, 0), {}, pinned=False)
-"""Stands for the plan of a solve that nothing was planned for."""
+def describe(tensor: Tensor) -> tuple[object, ...]:
+    """What two tensors have in common if one can be copied into the other's place."""
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def replayed(
@@ -229,17 +210,17 @@ def replayed(
         tensors: what it depends on.
     """
 
-    def direction(given: Sequence[Tensor]) -> Direction:
+    def solved(given: Sequence[Tensor]) -> Solved:
         value, failed = solve(given)
-        return Direction((value,), UNPLANNED, failed)
+        return Solved((value,), failed)
 
     found = replays(tensors[0])
-    made = found.solve(question, direction, list(tensors)) if found is not None else None
+    made = found.solve(question, solved, list(tensors)) if found is not None else None
     if made is None:
         return solve(tensors)
-    (value,) = made.parameters
+    (value,), failed = made
     assert value is not None
-    return Solution(value, made.failed.clone() if made.failed is not None else None)
+    return Solution(value, failed.clone() if failed is not None else None)
 
 
 def inverse(M: Tensor, damping: float) -> tuple[Tensor, Tensor]:
@@ -317,13 +298,10 @@ class RowSolve:
         """The direction for `B [1, features, outputs]`."""
         if B.numel() == 0:
             return Solution(B)
-        (A,), layout, settings = (
-            self.transfer.rows(),
-            self.transfer.with_rows(self.kept[0, :0]),
-            self.settings,
-        )
-        if not settings.solver.capturable:
+        if not self.settings.solver.capturable:
             return self._solved(B)
+        (A,), settings = self.kept, self.settings
+        layout = self.transfer.with_rows(A[:0])
 
         def solve(given: Sequence[Tensor]) -> Solution:
             return RowSolve(layout.with_rows(given[0]), settings)._solved(given[1])
@@ -339,10 +317,6 @@ class RowSolve:
         else:
             found = solver.matrix_free(lambda V: self._adjoint(self._image(V)), B, damping)
         return found.times(factor)
-
-    def scale(self) -> Tensor:
-        """Not for rows."""
-        raise NotImplementedError("rows have no diagonal S")
 
     def _image(self, V: Tensor) -> Tensor:
         """`AV`, on a GPU's tensor cores, where the layer's own forward would not be."""
@@ -370,19 +344,3 @@ class RowSolve:
         D = (B * shrink).sub_(self._adjoint(X)).div_(damping)
         D += self._adjoint(R.mT @ (R @ (X - self._image(D))))
         return Solution(D, failed)
-
-
-def empty(form: Form, solver: Solver, dtype: torch.dtype | None, device: torch.device) -> Operator:
-    """An operator that holds zeros, for what was saved or sent to be copied into."""
-    zeros = torch.zeros_like(form.M, device=device)
-    if isinstance(solver, Exact) and zeros.dim() == 3:
-        return Inverse(zeros.to(dtype or zeros.dtype))
-    return Solve(Form(zeros, form.damping, form.factor), solver)
-
-
-def borrowed(operator: Operator, kept: Tensor) -> Operator:
-    """An operator like another one that holds a matrix of its own."""
-    if isinstance(operator, Inverse):
-        return Inverse(kept)
-    assert isinstance(operator, Solve)
-    return replace(operator, form=replace(operator.form, M=kept))

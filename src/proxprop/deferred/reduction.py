@@ -13,43 +13,104 @@ around all others, all is sent when a step is solved.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from proxprop.deferred.accumulator import System
+from proxprop.deferred.collectives import Bucket, Group, Traffic, buckets
 from proxprop.deferred.equation import Term
-from proxprop.deferred.packing import buckets
-from proxprop.deferred.ranks import Bucket, Ranks, Sums
+from proxprop.deferred.observing import Cluster, by_group
 from proxprop.distributed import is_sharded, local, mesh_of, several_ranks
-from proxprop.torch_internals import active_ddp, averages_gradients, tree_flatten
+from proxprop.torch_internals import active_ddp, averages_gradients, timeout, tree_flatten
 
 Sent = tuple[list[System], Bucket]
 
-OwnerOf = Callable[[System], int]
+
+class Ranks:
+    """The ranks that a model's batch is spread over, by DDP or by the mesh of FSDP2.
+
+    Args:
+        model: the model, or what wraps it.
+
+    Attributes:
+        wrapper: the DistributedDataParallel around the model; None where there is none or it was not met yet.
+        traffic: what was sent.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.traffic = Traffic()
+        self.wrapper = next((m for m in model.modules() if _is_ddp(m)), None)
+        self._groups: WeakKeyDictionary[Any, Group | None] = WeakKeyDictionary()
+
+    @property
+    def wrapper(self) -> Any:
+        """The wrapper, as long as someone else holds it.
+
+        A model refers to what it is attached to and back, so that both end when garbage is collected. A wrapper that
+        they held would hold process groups until then, whose threads abort a process that they outlive.
+        """
+        return self._wrapper() if self._wrapper is not None else None
+
+    @wrapper.setter
+    def wrapper(self, wrapper: Any) -> None:
+        self._wrapper = ref(wrapper) if wrapper is not None else None
+        names = wrapper.parameters_to_ignore if wrapper is not None else ()
+        self._ignored = {id(p) for n, p in wrapper.module.named_parameters() if n in names} if names else ()
+
+    def group_of(self, parameter: Tensor) -> Group | None:
+        """The ranks that hold a share of this parameter's batch; None where there is but one.
+
+        DDP and FSDP2 ignore an expert that one rank alone holds, and its S stays on that rank.
+        """
+        mesh = mesh_of(parameter)
+        around = self.wrapper if mesh is None else mesh
+        if id(parameter) in self._ignored or around is None or not several_ranks():
+            return None
+        if around not in self._groups:
+            of_ddp = mesh is None
+            ranks = (
+                dist.get_process_group_ranks(around.process_group) if of_ddp else mesh.mesh.flatten().tolist()
+            )
+            self._groups[around] = self._new_group(ranks)
+        return self._groups[around]
+
+    def _new_group(self, ranks: list[int]) -> Group | None:
+        """A group of our own, so that our calls and the wrapper's need no common order."""
+        if len(ranks) == 1:
+            return None
+        group = dist.new_group(ranks, timeout=timeout(dist.group.WORLD), use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return Group(group, self.traffic)
+
+
+def _is_ddp(module: object) -> bool:
+    return dist.is_available() and isinstance(module, nn.parallel.DistributedDataParallel)
 
 
 class Round:
     """What is sent in one synchronised backward pass.
 
     Args:
-        sums: sums over the ranks.
+        group: the ranks to sum over.
         systems: in the order to send them.
-        owner_of: the rank that a system's S is summed on.
     """
 
-    def __init__(self, sums: Sums, systems: Sequence[System], owner_of: OwnerOf) -> None:
+    def __init__(self, group: Group, systems: Sequence[System]) -> None:
         self.sent: list[Sent] = []
-        self._sums, self._owner_of, self._reached = sums, owner_of, Counter[System]()
-        found = buckets([s.current[0] for s in systems], [owner_of(s) for s in systems], sums.limit)
+        self._group, self._reached = group, Counter[System]()
+        owners = [system.cluster.owner for system in systems]
+        found = buckets([system.leaves[0] for system in systems], owners, group.limit)
         self._left = [[systems[i] for i in bucket] for bucket in found]
 
     def reached(self, system: System) -> None:
         """One of a system's leaves is complete; send what can be sent."""
         self._reached[system] += 1
-        while self._left and all(self._reached[s] >= len(s.current) for s in self._left[0]):
+        while self._left and all(self._reached[s] >= len(s.leaves) for s in self._left[0]):
             self._send()
 
     def complete(self) -> list[Sent]:
@@ -62,9 +123,9 @@ class Round:
         for _, bucket in self.sent:
             bucket.let_go()
         systems = self._left.pop(0)
-        tensors = [t for s in systems for t in s.shares()]
+        tensors = [tensor for system in systems for tensor in system.take_share()]
         common = all(system.common for system in systems)
-        self.sent.append((systems, self._sums.send(tensors, self._owner_of(systems[0]), common)))
+        self.sent.append((systems, self._group.send(tensors, systems[0].cluster.owner, common)))
 
 
 class Reduction:
@@ -73,25 +134,17 @@ class Reduction:
     Args:
         model: the model, or what wraps it.
         systems: in the order of the model's layers.
-        owner_of: the rank that a system's S is summed on.
         settle: called when the ranks are known, to decide on owners.
     """
 
-    def __init__(
-        self, model: nn.Module, systems: Sequence[System], owner_of: OwnerOf, settle: Callable[[Ranks], None]
-    ) -> None:
-        self.ranks, self.systems = Ranks(model), list(systems)
-        self._owner_of, self._settle = owner_of, settle
+    def __init__(self, model: nn.Module, systems: Sequence[System], settle: Callable[[Ranks], None]) -> None:
+        self.ranks, self.systems, self._settle = Ranks(model), list(systems), settle
         self._round: Round | None = None
         self._sent: list[Sent] = []
         self._totals: dict[System, list[Tensor]] = {}
-        self._parts: dict[nn.Module, list[System]] = {}
         self._hook: Any = None
         layers = Counter(system.layer for system in systems)
-        for system in systems:
-            system.when_summed = self._reached
-            if layers[system.layer] == 1:
-                self._parts[system.layer] = [system]
+        self._in_use = {system for system in systems if layers[system.layer] == 1}
         self._watch(self.ranks.wrapper or _outermost(model))
 
     def notice(self) -> None:
@@ -111,29 +164,40 @@ class Reduction:
         if self._hook is not None:
             self._hook.remove()
 
-    def summed(self, systems: Sequence[System]) -> list[Term]:
-        """Those of the systems that anything was summed for; S has no memory where another rank owns it."""
+    def reached(self, system: System) -> None:
+        """A backward pass has added to one of a system's leaves all that it will."""
+        if self._round is not None:
+            self._round.reached(system)
+
+    def summed(self, clusters: Iterable[Cluster]) -> dict[Cluster, list[Term]]:
+        """What was summed for clusters, where anything was; S has no memory where another rank owns it."""
+        systems = [system for cluster in clusters for system in cluster.systems]
         self._end_round()
-        self._send_now(systems)
+        self._send_now([system for system in systems if system.cluster.group is not None and system.leaves])
         self._arrive()
-        found = [Term(s, *s.split(self._totals.pop(s))) for s in systems if s in self._totals]
-        here = [s for s in systems if s.S is not None and self.ranks.sums(s.parameters[0]) is None]
-        return [*found, *(Term(s, *s.take()) for s in here)]
+        found: dict[Cluster, list[Term]] = {}
+        for system in systems:
+            if system in self._totals:
+                S, samples = system.split(self._totals.pop(system))
+            elif system.cluster.group is None and system.S is not None:
+                S, samples = system.take()
+            else:
+                continue
+            found.setdefault(system.cluster, []).append(Term(system, S, samples))
+        return found
 
     def _send_now(self, systems: Sequence[System]) -> None:
         """Send what no round was about: what came after a round or in a first step, or all of it."""
-        if not several_ranks():
-            return
         covered = {system for sent, _ in self._sent for system in sent} | self._totals.keys()
-        waiting = [s for s in systems if s.current and (s.S is not None or s not in covered)]
-        waiting = [s for s in waiting if self.ranks.sums(s.parameters[0]) is not None]
-        if not any(system.S is not None for system in waiting):
+        waiting = [s for s in systems if s.S is not None or s not in covered]
+        # a rank that did not use a layer in this step has a say in it all the same
+        known = {system.layer for system in self._in_use}
+        begun = self._agree([s for s in waiting if s.layer not in known and s.cluster.watch.waiting])
+        if not begun and not any(system.S is not None for system in waiting):
             return
-        self._agree([s for s in waiting if s.layer not in self._parts])
-        for sums in dict.fromkeys(self.ranks.sums(s.parameters[0]) for s in waiting):
-            assert sums is not None
-            mine = [s for s in waiting if self.ranks.sums(s.parameters[0]) is sums]
-            self._sent += Round(sums, [s for s in mine if self._takes_part(s)], self._owner_of).complete()
+        for group, clusters in by_group(dict.fromkeys(system.cluster for system in waiting)):
+            mine = [s for s in waiting if s.cluster in clusters and s in self._in_use]
+            self._sent += Round(group, mine).complete()
         for system in waiting:
             if system.S is not None:
                 raise RuntimeError(
@@ -141,20 +205,19 @@ class Reduction:
                     "first step on the parts whose S is summed. Call proxprop.attach anew"
                 )
 
-    def _agree(self, systems: Sequence[System]) -> None:
-        """Settle with all ranks which of a layer's parts are in use; attention has more than a model uses."""
-        if not systems:
-            return
-        sums = self.ranks.sums(systems[0].parameters[0])
-        assert sums is not None
-        used = torch.tensor([float(s.S is not None) for s in systems], device=systems[0].current[0].device)
-        flags = sums.largest(used).tolist()
-        for system, flag in zip(systems, flags, strict=True):
-            if flag:
-                self._parts.setdefault(system.layer, []).append(system)
+    def _agree(self, systems: Sequence[System]) -> bool:
+        """Settle with all ranks which of a layer's parts are in use; attention has more than a model uses.
 
-    def _takes_part(self, system: System) -> bool:
-        return bool(system.current) and system in self._parts.get(system.layer, ())
+        Returns:
+            Whether any of them is.
+        """
+        if not systems:
+            return False
+        group, device = systems[0].cluster.group, systems[0].leaves[0].device
+        assert group is not None
+        flags = group.largest(torch.tensor([float(s.S is not None) for s in systems], device=device)).tolist()
+        self._in_use |= {system for system, flag in zip(systems, flags, strict=True) if flag}
+        return any(flags)
 
     def _arrive(self) -> None:
         """Wait for what was sent, and add it to the totals."""
@@ -162,15 +225,13 @@ class Reduction:
             systems, bucket = self._sent.pop(0)
             tensors = iter(bucket.wait())
             for system in systems:
-                found = [next(tensors) for _ in system.current]
+                found = [next(tensors) for _ in system.leaves]
                 for total, more in zip(self._totals.setdefault(system, found), found, strict=True):
                     if total is not more:
                         total.add_(more)
 
     def _watch(self, around: Any) -> None:
-        """Have what is around the model tell when backward begins; make groups while all ranks are here."""
-        for system in self.systems:
-            self.ranks.sums(system.parameters[0])
+        """Settle owners while all ranks are here, and have what is around the model tell when backward begins."""
         self._settle(self.ranks)
         if around is not None and several_ranks():
             self._hook = around.register_forward_hook(self._after_forward)
@@ -194,18 +255,14 @@ class Reduction:
         self._end_round()
         self._arrive()
         self._drop_zeroed()
-        found = (self.ranks.sums(system.parameters[0]) for system in self.systems)
-        sums = next((each for each in found if each is not None), None)
-        if sums is None or not synchronised:
+        group = next((s.cluster.group for s in self.systems if s.cluster.group is not None), None)
+        if group is None or not synchronised:
             return
-        together = [s for s in reversed(self.systems) if self.ranks.sums(s.parameters[0]) is sums]
+        together = [system for system in reversed(self.systems) if system.cluster.group is group]
         for system in together:
-            system.note_average()
-        self._round = Round(sums, [s for s in together if self._takes_part(s) and s.observed], self._owner_of)
-
-    def _reached(self, system: System) -> None:
-        if self._round is not None:
-            self._round.reached(system)
+            system.cluster.watch.note_average()
+        takes_part = [s for s in together if s.leaves and s in self._in_use and s.cluster.observed]
+        self._round = Round(group, takes_part)
 
     def _end_round(self) -> None:
         if self._round is not None:
@@ -223,11 +280,10 @@ class Reduction:
                 del self._totals[system]
         # a shard may be zero, or empty, where others are not
         spread = [system for system in some if mesh_of(system.parameters[0]) is not None]
-        for sums in dict.fromkeys(self.ranks.sums(s.parameters[0]) for s in spread):
-            mine = [s for s in spread if self.ranks.sums(s.parameters[0]) is sums]
-            if sums is not None:
-                flags = sums.largest(torch.stack([some[s] for s in mine]).to(mine[0].current[0]))
-                some |= zip(mine, flags.bool().unbind(), strict=True)
+        for group, clusters in by_group(dict.fromkeys(system.cluster for system in spread)):
+            mine = [system for system in spread if system.cluster in clusters]
+            flags = group.largest(torch.stack([some[s] for s in mine]).to(mine[0].leaves[0]))
+            some |= zip(mine, flags.bool().unbind(), strict=True)
         for system, flag in some.items():
             for total in self._totals[system]:
                 if not total.is_meta:

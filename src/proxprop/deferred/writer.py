@@ -12,18 +12,28 @@ needs nothing from other ranks but the inverse. Where shards cut through a syste
 length is shared by all outputs, the gradient is solved as a whole, by the rank that owns S.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from proxprop.backward import no_autocast
+from proxprop.deferred.collectives import Group, Shards
 from proxprop.deferred.equation import Block, Equation
-from proxprop.deferred.preconditioner import Inverse, Operator, aligned, replayed, rounded_products
-from proxprop.distributed import box, cut_dimension, local, mesh_of
+from proxprop.deferred.observing import Cluster, Pair, by_group
+from proxprop.deferred.preconditioner import (
+    Inverse,
+    Operator,
+    RowSolve,
+    Solve,
+    aligned,
+    borrowed,
+    replayed,
+)
+from proxprop.device import float32_products
+from proxprop.distributed import box, local, mesh_of
 from proxprop.replay import are_small, replays, size
 from proxprop.solvers import DIAGONAL, Solution
 from proxprop.torch_internals import copy_all
@@ -33,7 +43,6 @@ from proxprop.transfer import (
     ConvTransfer,
     LinearTransfer,
     NormTransfer,
-    Shapes,
     Transfer,
 )
 
@@ -43,42 +52,130 @@ TOGETHER_BYTES = 64 * 2**20
 ROWS_ARE_OUTPUTS = (LinearTransfer, ConvTransfer, BilinearTransfer, NormTransfer)
 """Layouts whose weight is `[groups·outputs, inputs]` but for its shape, or its transpose."""
 
-Pair = tuple[Equation, Operator]
-
-
 _numbers = count()
-"""Numbers plans: a captured graph reads the inverses of one, and is never replayed for another."""
+"""Numbers plans, so that a captured graph, which reads the inverses of one plan, is never replayed for another."""
+
+
+Pairs = Mapping[Cluster, Sequence[Pair]]
 
 
 class Directions:
-    """Turns gradients into directions, and remembers which layers are turned together."""
+    """Turns gradients into directions, on all ranks, and remembers which layers are turned together.
 
-    def __init__(self) -> None:
+    Args:
+        kept: whether operators are kept from step to step.
+    """
+
+    def __init__(self, kept: bool) -> None:
+        self._kept = kept
         self._plans: dict[tuple[int, ...], Plan] = {}
 
-    def turn(self, pairs: Sequence[Pair]) -> None:
-        """Turn the gradients of equations into directions, in place, each with its operator."""
+    def turn(self, pairs: Pairs, done: Collection[Cluster], lend: bool) -> None:
+        """Turn the gradients of clusters into directions, in place and on all ranks.
+
+        Args:
+            pairs: each cluster's equations and operators, which have no memory where another rank holds them.
+            done: clusters whose gradients hold the direction already.
+            lend: whether an owner may have no gradients, so that its operators go to the ranks that have.
+        """
+        shared = {cluster: own for cluster, own in pairs.items() if cluster.group is not None}
+        for cluster in shared:
+            _lay_out(cluster.parameters)
+        fresh = None if self._kept else "inverse"
+        lent = _lent({c: own for c, own in shared.items() if lend or c.way == fresh})
+        far = {c: own for c, own in shared.items() if c.way == "gradient" and c not in lent}
+        near = {c: lent.get(c, own) for c, own in pairs.items() if c not in far and c not in done}
+        self._turn([pair for own in near.values() for pair in own])
+        for group, clusters in by_group(far):
+            mine = [pair for c in clusters if c.mine and c not in done for pair in far[c]]
+            if mesh_of(clusters[0].parameters[0]) is None:
+                self._turn(mine)
+                _bring_directions(group, clusters)
+            else:
+                _turn_shards(group, clusters, mine)
+
+    def _turn(self, pairs: Sequence[Pair]) -> None:
+        """Turn gradients on this rank alone, alike layers together."""
+        if not self._kept:
+            for pair in pairs:
+                direct(*pair)
+            return
         key = tuple(id(operator) for _, operator in pairs)  # not reused, as a plan holds its operators
         plan = self._plans.get(key)
         if plan is None:
-            equations = {equation for equation, _ in pairs}
-            self._plans = {k: p for k, p in self._plans.items() if p.equations.isdisjoint(equations)}
+            names = {equation.name for equation, _ in pairs}
+            self._plans = {k: p for k, p in self._plans.items() if p.names.isdisjoint(names)}
             plan = self._plans[key] = Plan(pairs)
         plan.turn()
 
 
+def bring_operators(pairs: Pairs) -> None:
+    """Bring operators from their owners to all ranks, which have memory for them."""
+    for group, clusters in by_group(pairs):
+        kept = [(operator.kept, c.owner) for c in clusters for _, operator in pairs[c]]
+        if kept:
+            group.bring([matrix for matrix, _ in kept], [owner for _, owner in kept], "inverses")
+
+
+def _lent(pairs: Pairs) -> Pairs:
+    """The same operators with memory on all ranks, for one step."""
+    lent = {
+        cluster: [
+            (equation, operator) if cluster.mine else (equation, borrowed(operator, cluster.device))
+            for equation, operator in own
+        ]
+        for cluster, own in pairs.items()
+    }
+    bring_operators(lent)
+    return lent
+
+
+def _bring_directions(group: Group, clusters: Sequence[Cluster]) -> None:
+    """Bring directions from their owners to ranks that hold whole parameters."""
+    found = [(p.grad, c.owner) for c in clusters for p in c.parameters if p.grad is not None]
+    group.bring([plain(g) for g, _ in found], [owner for _, owner in found], "directions")
+
+
+def _turn_shards(group: Group, clusters: Sequence[Cluster], mine: Sequence[Pair]) -> None:
+    """Gather the gradients of what this rank owns, turn them, and put directions into every rank's shards."""
+    alike: dict[tuple[torch.dtype, torch.device], list[list[Any]]] = {}
+    for cluster in clusters:
+        for p in cluster.parameters:
+            if p.requires_grad:
+                owned = alike.setdefault((p.dtype, cluster.device), [[] for _ in range(group.ranks)])
+                owned[cluster.owner].append(p)
+    shards = [Shards(group, torch.empty(0, dtype=t, device=d), owned) for (t, d), owned in alike.items()]
+    whole = {p: gradient for each in shards for p, gradient in each.gathered().items()}
+    for pair in mine:
+        direct(*pair, whole)
+    for each in shards:
+        each.scatter(whole)
+
+
+def _lay_out(parameters: Iterable[Any]) -> None:
+    """Lay sharded gradients out as their parameters; those of tensor parallel layers may be partial sums."""
+    for p in parameters:
+        if mesh_of(p) is not None and p.grad is not None and p.grad.placements != p.placements:
+            p.grad = p.grad.redistribute(placements=p.placements)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """A tensor in a shape that is not taken for symmetric matrices."""
+    return tensor[None] if tensor.dim() == 3 else tensor
+
+
 class Plan:
-    """Which of some layers are turned together.
+    """Which layers are turned together.
 
     Args:
-        pairs: an equation and its operator each.
+        pairs: equations and their operators.
 
     Attributes:
-        equations: the equations.
+        names: the equations' names.
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
-        self.equations = {equation for equation, _ in pairs}
+        self.names = {equation.name for equation, _ in pairs}
         self.pairs, self.number = pairs, next(_numbers)
         alike: dict[tuple[object, ...], list[tuple[Equation, Inverse]]] = {}
         self.alone: list[Pair] = []
@@ -160,16 +257,16 @@ class Stack:
         self.bw, self.bb = self.P[:, inputs:, :inputs].mT, self.P[:, inputs:, inputs:]
 
     def gradients(self) -> list[Tensor] | None:
-        """Those of the weights, then those of the biases; None where one does not lie as it should."""
+        """The weights' gradients, then the biases'; None where one is missing, sparse or on another device."""
         weights, biases = self._gradients(self.weights), self._gradients(self.biases)
         if weights is None or biases is None:
             return None
         return [*(gradient.mT for gradient in weights), *biases] if self.transposed else [*weights, *biases]
 
     def directions(self, gradients: list[Tensor]) -> list[Tensor]:
-        """What becomes of gradients."""
+        """The directions that gradients are turned into, in the same order."""
         weights, biases = gradients[: len(self.weights)], gradients[len(self.weights) :]
-        with no_autocast(self.P.device.type), rounded_products(self.P):
+        with no_autocast(self.P.device.type), float32_products("tf32", self.P):
             W = self._stacked(weights)
             D = [_times(W, self.ww)]
             if biases:
@@ -237,34 +334,22 @@ def _moved_together(operators: Sequence[Inverse]) -> Tensor:
     return P
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What this rank solves of a block; read and written like the block itself."""
-
-    gradient: Tensor | None
-    shape: torch.Size
-
-
-@dataclass(frozen=True)
-class Share:
-    """What this rank solves of a system.
-
-    Attributes:
-        blocks: None for one that is not trained.
-        layout: how they lie in the system.
-        entries: the entries of a diagonal S that are about them.
-    """
-
-    blocks: Sequence[Block | Piece | None]
-    layout: Transfer
-    entries: slice = field(default_factory=lambda: slice(None))
-
-
 Whole = Mapping[Tensor, Tensor]
 """Gradients of sharded parameters in whole."""
 
 
-def direct(equation: Equation, operator: Operator, whole: Whole | None = None) -> None:
+class Piece(NamedTuple):
+    """What this rank solves of a block: its shape, and its gradient where there is one."""
+
+    shape: torch.Size
+    gradient: Tensor | None
+
+
+Share = tuple[Sequence[Piece | None], Transfer, slice]
+"""What this rank solves of a system: its pieces, how they lie in the system, and the entries of a diagonal S."""
+
+
+def direct(equation: Equation, operator: Operator | RowSolve, whole: Whole | None = None) -> None:
     """Turn the gradients of an equation's parameters into its direction, in place.
 
     Args:
@@ -272,99 +357,69 @@ def direct(equation: Equation, operator: Operator, whole: Whole | None = None) -
         operator: what to apply to B.
         whole: tensors that hold B instead, where parameters are sharded.
     """
-    mine = share(equation, whole)
-    if DIAGONAL in mine.layout.spaces:
-        _rescale(mine.blocks, operator.scale()[0, mine.entries])
+    pieces, layout, entries = share(equation, whole)
+    if DIAGONAL in layout.spaces:
+        assert isinstance(operator, Solve)
+        _rescale(equation.trained[0], pieces[0], operator.scale()[0, entries])
         return
-    B = mine.layout.to_features(tuple(_read(block, operator.kept) for block in mine.blocks))
+    B = layout.to_features(tuple(_read(p, operator.kept) if p is not None else None for p in pieces))
     with no_autocast(B.device.type):
         solution = operator.apply(B)
     equation.layer._note_failure(solution.failed)
-    _write(mine.blocks, mine.layout, solution.value)
-
-
-def _read(block: Block | Piece | None, like: Tensor) -> Tensor | None:
-    """A block's gradient where S is and in its precision; zero where nothing reached it."""
-    if block is None:
-        return None
-    gradient = block.gradient
-    wide = torch.promote_types(like.dtype, torch.float32)
-    return like.new_zeros(block.shape, dtype=wide) if gradient is None else gradient.to(like.device, wide)
-
-
-def _write(blocks: Sequence[Block | Piece | None], layout: Transfer, D: Tensor) -> None:
-    for block, direction in zip(blocks, layout.from_features(D), strict=True):
-        if block is not None and block.gradient is not None:
+    for piece, direction in zip(pieces, layout.from_features(solution.value), strict=True):
+        if piece is not None and piece.gradient is not None:
             assert direction is not None
-            block.gradient.copy_(direction)
+            piece.gradient.copy_(direction)
 
 
-def _rescale(blocks: Sequence[Block | Piece | None], scale: Tensor) -> None:
+def _read(piece: Piece, like: Tensor) -> Tensor:
+    """A gradient where S is and in its precision; zero where nothing reached the block."""
+    shape, gradient = piece
+    wide = torch.promote_types(like.dtype, torch.float32)
+    return like.new_zeros(shape, dtype=wide) if gradient is None else gradient.to(like.device, wide)
+
+
+def _rescale(block: Block, piece: Piece | None, scale: Tensor) -> None:
     """Multiply every entry of a table's gradient by its scale."""
-    (block,) = blocks
-    gradient = block.gradient if block is not None else None
+    gradient = piece.gradient if piece is not None else None
     if gradient is None:
         return
-    if gradient.is_sparse:
-        assert isinstance(block, Block)
-        coalesced = gradient.coalesce()
-        index, values = coalesced.indices(), coalesced.values()
-        values = (values * scale[index[0]][:, None]).to(values.dtype)
-        block.parameter.grad = torch.sparse_coo_tensor(
-            index, values, gradient.shape, is_coalesced=True, check_invariants=False
-        )
+    if not gradient.is_sparse:
+        gradient.mul_(scale[:, None].to(gradient.device))
         return
-    gradient.mul_(scale[:, None].to(gradient.device))
+    coalesced = gradient.coalesce()
+    index, values = coalesced.indices(), coalesced.values()
+    values = (values * scale[index[0]][:, None]).to(values.dtype)
+    block.parameter.grad = torch.sparse_coo_tensor(
+        index, values, gradient.shape, is_coalesced=True, check_invariants=False
+    )
 
 
 def share(equation: Equation, whole: Whole | None = None) -> Share:
     """The outputs of a system that this rank solves: all of them, unless its parameters are spread over ranks."""
-    blocks = [block if block is not None and block.trained else None for block in equation.blocks]
-    present = [block for block in blocks if block is not None]
-    if not any(mesh_of(block.parameter) is not None for block in present):
-        return Share(blocks, equation.layout)
-    if whole is None and mesh_of(present[0].parameter).size() == 1:
-        gradients = {block.parameter: block.parameter.grad for block in present}
-        whole = {p: local(gradient) for p, gradient in gradients.items() if gradient is not None}
+    blocks, layout = equation.trained_blocks, equation.layout
+    trained = [block.parameter for block in equation.trained]
+    mesh = next((mesh_of(p) for p in trained if mesh_of(p) is not None), None)
+    if mesh is None:
+        return [Piece(b.shape, b.gradient) if b is not None else None for b in blocks], layout, slice(None)
+    if whole is None and mesh.size() == 1:
+        whole = {p: local(p.grad) for p in trained if p.grad is not None}
     if whole is not None:
-        return Share([block and _within(block, whole) for block in blocks], equation.layout)
-    own = [block and _own(block) for block in blocks]
-    if DIAGONAL in equation.layout.spaces:
-        rows, *_ = box(present[0].parameter, mesh_of(present[0].parameter).get_coordinate())
-        return Share(own, equation.layout, rows)
-    return Share(own, equation.layout_of([piece.shape if piece is not None else None for piece in own]))
+        return [_within(b, whole) if b is not None else None for b in blocks], layout, slice(None)
+    own = [_shard(b.parameter) if b is not None else None for b in blocks]
+    if DIAGONAL in layout.spaces:
+        rows, *_ = box(trained[0], mesh.get_coordinate())
+        return own, layout, rows
+    shapes = [piece.shape if piece is not None else None for piece in own]
+    return own, equation.layout_of(shapes), slice(None)
 
 
 def _within(block: Block, whole: Whole) -> Piece:
     """A block's rows of a whole gradient."""
     gradient = whole.get(block.parameter)
-    return Piece(gradient[block.rows] if gradient is not None else None, block.shape)
+    return Piece(block.shape, gradient[block.start : block.stop] if gradient is not None else None)
 
 
-def _own(block: Block) -> Piece:
-    """This rank's shard of a parameter, in whole."""
-    gradient = block.parameter.grad
-    return Piece(local(gradient) if gradient is not None else None, local(block.parameter).shape)
-
-
-def by_outputs(equation: Equation) -> bool:
-    """Whether shards are whole outputs, each with all of its features, that can be solved alone.
-
-    Every rank must come to the same answer, so that it is about one row and not about the shard that a rank has.
-    """
-    if not getattr(equation.layer._settings.solver, "per_output", True):
-        return False
-    blocks = [block if block is not None and block.trained else None for block in equation.blocks]
-    if any(b is not None and b.shape != b.parameter.shape for b in blocks):
-        return False  # a slice of a parameter, whose shards do not follow the slice
-    if not all(b is None or _sharded_dimension(b.parameter) == 0 for b in blocks):
-        return False
-    row: Shapes = [torch.Size([1, *b.shape[1:]]) if b is not None else None for b in blocks]
-    whole, single = equation.layout.sizes, equation.layout_of(row).sizes
-    return (whole.groups, single.groups, single.features, single.outputs) == (1, 1, whole.features, 1)
-
-
-def _sharded_dimension(parameter: Any) -> int | None:
-    """The dimension that a DTensor is cut along; None where there is not just one."""
-    cut = {cut_dimension(placement) for placement in parameter.placements} - {None}
-    return cut.pop() if len(cut) == 1 else None
+def _shard(parameter: Tensor) -> Piece:
+    """What this rank holds of a parameter."""
+    return Piece(local(parameter).shape, local(parameter.grad) if parameter.grad is not None else None)

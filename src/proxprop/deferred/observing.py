@@ -1,0 +1,395 @@
+"""When S is summed: the steps that layers take, their gradients, and the layers as they rest or are observed."""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from proxprop import tuning
+from proxprop.deferred.accumulator import System, weakly
+from proxprop.deferred.collectives import Group
+from proxprop.deferred.equation import Equation
+from proxprop.deferred.owners import Route, Way
+from proxprop.deferred.preconditioner import Operator
+from proxprop.distributed import local, mesh_of, several_ranks, whole
+from proxprop.nn import ProximalLayer
+from proxprop.solvers import DIAGONAL
+from proxprop.torch_internals import after_backward_pass, backward_pass, stored_entries, writes
+
+if TYPE_CHECKING:
+    from proxprop.deferred.handle import Attached
+
+Pair = tuple[Equation, Operator]
+"""An equation, and what turns its gradients into directions."""
+
+
+class Cluster:
+    """Systems that share parameters, mostly one alone.
+
+    Args:
+        systems: the systems.
+        update_every: S is summed in the first of so many steps.
+
+    Attributes:
+        parameters: all of their parameters.
+        watch: watches their gradients.
+        pairs: equations and their operators, as they were last made.
+        steps: how many steps were taken.
+        due: whether S is to be summed in this step. A compiled layer sees this, and no number that is new each step.
+        turn: in which of the steps between two inversions the average is inverted.
+        group: the ranks that share the batch; None where there is but one.
+        owner: the rank of the group that owns S, the average and its inverse.
+        route: how directions come from there; None where there is one rank.
+    """
+
+    def __init__(self, systems: Sequence[System], update_every: int = 1) -> None:
+        self.systems, self._update_every = systems, update_every
+        self.parameters = list({p: None for system in systems for p in system.parameters})
+        self.ids = {id(p) for p in self.parameters}  # tensors are slow to hash
+        self.pairs: list[Pair] = []
+        self._made_for: list[bool] = []
+        self.settle(0)
+        self.reach(0)
+        self.watch = Watch(self)
+        for system in systems:
+            system.join(self)
+
+    @property
+    def name(self) -> str:
+        """The first system's name."""
+        return self.systems[0].name
+
+    @property
+    def device(self) -> torch.device:
+        """Where S is summed."""
+        return self.systems[0].leaves[0].device
+
+    @property
+    def observed(self) -> bool:
+        """Whether S is summed in this step: it is due, or other parameters are trained than operators were made for."""
+        trained = self._trained()
+        return (self.due or trained != self._made_for) and any(trained)
+
+    @property
+    def resting(self) -> bool:
+        """Whether parameters are trained in this step without S."""
+        if self.due:
+            return False
+        trained = self._trained()
+        return trained == self._made_for and any(trained)
+
+    @property
+    def cost(self) -> float:
+        """How long the average takes to be inverted, in any unit; nothing where it is small."""
+        layouts = [system.layout for system in self.systems if system.usual and system.trained]
+        sizes = [layout.sizes for layout in layouts if DIAGONAL not in layout.spaces]
+        large = (size for size in sizes if size.features >= tuning.TURNS_LEAST_FEATURES)
+        return sum(size.groups * float(size.features) ** 3 for size in large)
+
+    def settle(
+        self, turn: int, owner: int = 0, route: Route | None = None, group: Group | None = None
+    ) -> None:
+        """Take on a turn, and an owner among ranks."""
+        self.turn, self.owner, self.route, self.group = turn, owner, route, group
+
+    @property
+    def mine(self) -> bool:
+        """Whether this rank owns S."""
+        return self.group is None or self.group.rank == self.owner
+
+    @property
+    def way(self) -> Way | None:
+        """What travels between the owner and other ranks; None where there is one rank."""
+        return self.route.way if self.route is not None else None
+
+    def keep(self, pairs: list[Pair]) -> None:
+        """Take on operators for the parameters that are trained now."""
+        self.pairs, self._made_for = pairs, self._trained()
+
+    def _trained(self) -> list[bool]:
+        return [p.requires_grad for p in self.parameters]
+
+    def reach(self, steps: int) -> None:
+        """Go on from so many steps."""
+        self.steps, self.due = steps, steps % self._update_every == 0
+
+
+def by_group(clusters: Iterable[Cluster]) -> list[tuple[Group, list[Cluster]]]:
+    """Clusters by the ranks that share them, without those of this rank alone."""
+    found: dict[Group, list[Cluster]] = {}
+    for cluster in clusters:
+        if cluster.group is not None:
+            found.setdefault(cluster.group, []).append(cluster)
+    return list(found.items())
+
+
+NONE = -1
+"""Stands for a gradient that is not there, where others have a number."""
+
+
+class Watch:
+    """Keeps S in step with the gradient that it belongs to: started anew when the user zeroes it, and never mixed.
+
+    The first sign of a backward pass, before anything is added, is the moment to see what became of the gradient
+    since the pass before: set to None, set to zero, or left. What a step that was skipped or given up has summed goes
+    with its gradient. On a GPU nothing here waits for the device.
+
+    Where a cluster rests, no Python runs in backward: a list is told which parameters a gradient came to, by its own
+    `append`. Under several ranks, gradients are not where autograd put them, and all passes are looked at.
+
+    Args:
+        cluster: the systems.
+
+    Attributes:
+        waiting: whether backward passes, here or on other ranks, have brought something to solve for.
+        resting: whether backward passes are looked at without Python.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.systems, self.parameters = cluster, cluster.systems, cluster.parameters
+        self.waiting = self.resting = False
+        self._arrived: list[Tensor] = []
+        self._spread = any(mesh_of(p) is not None for p in self.parameters)
+        self._task = -1
+        self._summed = self._warned = self._mixed = False
+        self._versions = [NONE] * len(self.parameters)
+        self._solved: list[tuple[int, int]] = []
+        self._hooks: dict[Tensor, Any] = {}
+
+    def follow(self, parameters: Iterable[Tensor]) -> None:
+        """Notice when a gradient comes to these: in a step that is not observed, and before S in a compiled one."""
+        for parameter in parameters:
+            if not parameter.requires_grad or parameter in self._hooks:
+                continue
+            self._hooks[parameter] = (
+                parameter.register_post_accumulate_grad_hook(self._arrived.append)
+                if self.resting
+                else parameter.register_hook(weakly(self.notice))
+            )
+
+    def release(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+
+    def rest(self, resting: bool) -> None:
+        """Follow backward passes without Python, or look at each of them."""
+        if resting != self.resting:
+            self.release()
+            self.resting = resting
+            self.follow(self.parameters)
+
+    def look(self) -> bool:
+        """See what came while resting, and whether it was added to a direction.
+
+        Returns:
+            Whether there is something to solve for.
+        """
+        if self._arrived:
+            self.waiting, self._mixed = True, self._was_added_to(self._arrived[0])
+            if not self._mixed:
+                self._solved = []
+                self._arrived.clear()
+        return self.waiting
+
+    def _was_added_to(self, parameter: Tensor) -> bool:
+        """Whether all that was done to a gradient since the last solve is that backward passes added to it."""
+        gradient = parameter.grad
+        if not self._solved or gradient is None:
+            return False
+        times = sum(other is parameter for other in self._arrived)
+        (solved,) = (s for p, s in zip(self.parameters, self._solved, strict=True) if p is parameter)
+        return solved == (writes(gradient) - times, self._place(parameter))
+
+    def notice(self, _: Tensor | None = None) -> None:
+        """A gradient, or S, is about to be added to."""
+        task = backward_pass()
+        if task == self._task:
+            return
+        self._task, self._summed = task, False
+        if any(system.holds for system in self.systems):
+            self._forget_if_zeroed()
+        before = self._current()
+        mixed = self._holds_direction(before) or (self._mixed and before == self._versions)
+        after_backward_pass(lambda: self._note_pass(before, mixed))
+
+    def note_sum(self) -> None:
+        """S was added to."""
+        self._summed = True
+
+    def note_average(self) -> None:
+        """A backward pass begins whose gradients are averaged over ranks; this one may not have used the layer."""
+        self.waiting = True
+
+    def refuse_mixed(self) -> None:
+        """Raise if the gradients were added to a direction.
+
+        Only when they are to be solved: a discriminator's often are, by the generator's loss, and then zeroed.
+        """
+        if self._mixed:
+            raise RuntimeError(
+                f"{self.cluster.name}: .grad still held the direction of the last step when backward added to it, "
+                "so that it can't be solved for. Call zero_grad() on the model between a step and the next backward"
+            )
+
+    def note_solved(self) -> None:
+        """The gradients hold the direction now."""
+        self._solved = list(zip(self._current(), map(self._place, self.parameters), strict=True))
+        self.waiting = False
+        for system in self.systems:
+            system.begin_step()
+
+    def holds_direction(self) -> bool:
+        """Whether a gradient is surely still the direction of the last solve."""
+        return bool(self._solved) and self._holds_direction(self._current())
+
+    def _holds_direction(self, now: list[int]) -> bool:
+        for parameter, version, solved in zip(self.parameters, now, self._solved, strict=False):
+            if version != NONE and solved == (version, self._place(parameter)):
+                return True
+        return False
+
+    def _forget_if_zeroed(self) -> None:
+        """Drop S if a gradient that belongs to it was set to None or to zero; the latter is decided on the device."""
+        seen = max(self._versions) != NONE
+        last = zip(self.parameters, self._versions, strict=True)
+        gradients = [(p.grad, version) for p, version in last if version != NONE or not seen]
+        # FSDP2 keeps gradients to itself until it averages them: there, None says nothing before the first was seen.
+        none = not seen and not self._spread and all(g is None for g, _ in gradients)
+        empty = any(g is not None and g.is_sparse and stored_entries(g) == 0 for g, _ in gradients)
+        if none or empty or (seen and any(g is None for g, _ in gradients)):
+            for system in self.systems:
+                system.forget()
+        if none or self._spread:
+            return
+        for gradient, version in gradients:
+            if gradient is None or gradient.is_sparse or writes(gradient) == version:
+                continue
+            zeroed = ~gradient.any()
+            for system in self.systems:
+                system.clear_where(zeroed)
+
+    def _note_pass(self, before: list[int], mixed: bool) -> None:
+        """A backward pass has ended: remember the gradients that S belongs to, and whether they hold a direction."""
+        self._task = -1
+        self._versions = self._current()
+        changed = self._versions != before
+        counts = self._summed or (changed and self.cluster.resting)
+        self._mixed = mixed and counts
+        if counts:
+            self._solved, self.waiting = [], True
+        if changed and not counts and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.cluster.name}: a backward pass added to the gradient but not to S: backward(inputs=...), "
+                "a penalty on the parameters alone, or a forward pass from before attach. The step is solved without "
+                "what it would have added. This layer will not warn again",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _current(self) -> list[int]:
+        """How often each gradient that is there was written to."""
+        found = [NONE if (g := p.grad) is None else writes(g) for p in self.parameters]
+        if not self._spread:
+            return found
+        # A DTensor counts what it is asked to do, and the tensor inside what FSDP2 and we do to that.
+        inside = (NONE if (g := p.grad) is None else writes(local(g)) for p in self.parameters)
+        return [own if own == NONE else own + more for own, more in zip(found, inside, strict=True)]
+
+    def _place(self, parameter: Tensor) -> int:
+        """Where a gradient lies. DDP may put it elsewhere, where writes are counted anew."""
+        gradient = parameter.grad
+        if gradient is None or gradient.is_sparse:
+            return 0
+        return (local(gradient) if self._spread else gradient).data_ptr()
+
+
+class Attachment:
+    """One layer's tie to deferred mode. A copy or a pickle of the layer is not attached.
+
+    Args:
+        handle: what the model is attached by.
+        layer: the layer.
+        systems: the layer's systems by the names of its parts; none where it stays explicit.
+        awake: whether its class is never swapped for the one that rests.
+    """
+
+    def __init__(
+        self, handle: "Attached", layer: ProximalLayer, systems: dict[str, System], awake: bool
+    ) -> None:
+        self.handle, self.layer, self.systems = handle, layer, systems
+        self.clusters = list(dict.fromkeys(system.cluster for system in systems.values()))
+        self._parameters = [
+            (module, name, parameter)
+            for module in layer.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if mesh_of(parameter) is None
+        ]
+        self._spread = any(mesh_of(parameter) is not None for parameter in layer.parameters())
+        self._awake = awake or self._spread
+
+    def rest(self) -> None:
+        """Let the layer be torch's own until it is to be observed again, where gradients can be followed without it."""
+        resting = bool(self.clusters) and all(cluster.resting for cluster in self.clusters)
+        self.layer._rest(resting and not self._awake)
+        for cluster in self.clusters:
+            cluster.watch.rest(cluster.resting and not self._spread and not several_ranks())
+
+    def check(self) -> None:
+        """Before a forward pass: see whether other parameters are trained, or there, than in the step before."""
+        if all(cluster.due for cluster in self.clusters):
+            return
+        self._refuse_other_parameters()
+        if any(cluster.observed for cluster in self.clusters):
+            self.rest()
+
+    def tap(self, output: Tensor, inputs: Sequence[Tensor], part: str, of: Tensor | None = None) -> Tensor:
+        """The output of torch's own forward such that backward adds S of the inputs to one of the layer's systems."""
+        self._begin_call()
+        system = self.systems[part]
+        if not system.trained:
+            return output
+        return system.tap(output, [whole(t) for t in inputs], inputs[0] if of is None else of)
+
+    def explicit(self) -> bool:
+        """Whether the layer keeps BackProp's gradient."""
+        return not self.systems
+
+    def observed(self) -> bool:
+        """Whether S of any of the layer's systems is summed in this step; else a call runs torch's own layer."""
+        for cluster in self.clusters:
+            if cluster.observed:
+                return True
+        # FSDP2 gives gradients to gathered parameters, which a compiled call can't follow: only S tells of them there.
+        if self._spread and torch.compiler.is_compiling():
+            return True
+        self._begin_call()
+        if self._spread:
+            for cluster in self.clusters:
+                cluster.watch.follow(self.layer.parameters())
+        return False
+
+    def _begin_call(self) -> None:
+        """Look at what must hold in every call that gradients will come from."""
+        if not torch.compiler.is_compiling():
+            self._refuse_other_parameters()
+        self.handle.reduction.notice()
+        self.handle.refuse_uneven_inputs()
+
+    def _refuse_other_parameters(self) -> None:
+        """Raise where a gradient would not reach the parameters that S is summed for."""
+        for module, name, parameter in self._parameters:
+            if module._parameters.get(name) is not parameter:
+                raise RuntimeError(
+                    f"{self.layer._layer_name}: its parameters are not the ones it was attached with: they were "
+                    "replaced (load_state_dict(assign=True)) or others were passed (torch.func.functional_call). "
+                    "Call .detach() on what proxprop.attach returned, and attach again with an optimizer that holds "
+                    "the new ones"
+                )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
