@@ -39,6 +39,13 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session(python=PYTHONS)
+def record(session: nox.Session) -> None:
+    """The same tests, written into results/versions.json, of which docs/releasing.md makes its table."""
+    install(session, "dev")
+    session.run("python", "tests/versions_record.py", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(python=PYTHONS)
 def package(session: nox.Session) -> None:
     """Build sdist and wheel, check what they say of themselves, and try the wheel as a user would."""
     session.install("--constraint", "constraints.txt", "build", "twine")

@@ -1,7 +1,11 @@
 """`wrap`: convert and attach in one line, by the recipe, leaving the model as it was where that can't be done."""
 
 import copy
+import logging
+from collections import Counter
+from pathlib import Path
 
+import numbers_from_records
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +13,9 @@ from torch import Tensor, nn
 import proxprop
 from deferred_claims import works
 from proxprop import CG, Exact, Running, recipe
+from proxprop.lab.peers import analysis
+from proxprop.lab.peers.store import Store
+from proxprop.lab.peers.tasks import TASKS
 from proxprop.nn import ProximalLayer
 from training import assert_same, images, loss_of, plain_model
 
@@ -186,3 +193,51 @@ def test_arguments_in_the_wrong_order_and_unknown_settings() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'dampening'"):
         proxprop.wrap(adam(model), model, dampening=0.1)
     assert converted(model) == []
+
+
+def test_muon_is_told_that_s_may_hurt(caplog: pytest.LogCaptureFixture) -> None:
+    model = plain_model()
+    hidden = [model[3].weight]
+    rest = [p for p in model.parameters() if p is not hidden[0]]
+    with caplog.at_level(logging.WARNING, "proxprop"):
+        proxprop.wrap(adam(plain := plain_model()), plain)
+        assert caplog.messages == []
+        proxprop.wrap([torch.optim.Muon(hidden, lr=1e-2), torch.optim.AdamW(rest)], model)
+    (message,) = caplog.messages
+    assert "two of five small tasks better and two worse" in message
+
+
+PEERS = Store(Path(__file__).parents[1] / "results" / "peers")
+FOUND = analysis.cells(PEERS.all(TASKS), PEERS.targets(), PEERS.times())
+
+
+def outcomes(method: str, other: str) -> Counter[str]:
+    """In how many tasks a method's last score wins, ties and loses."""
+    return Counter(
+        analysis.verdict(FOUND[task, method].score, FOUND[task, other].score)
+        for task in analysis.tasks_of(FOUND)
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_recipe_was_never_clearly_worse_than_the_optimizer_alone(optimizer: str) -> None:
+    assert outcomes(f"running+{optimizer}", optimizer) == {"wins": 2, "ties": 3}
+
+
+@pytest.mark.parametrize(("optimizer", "expected"), [("sgd", (1, 3, 1)), ("adamw", (0, 5, 0))])
+def test_the_recipe_is_as_good_as_cg_in_shorter_steps(optimizer: str, expected: tuple[int, int, int]) -> None:
+    running, cg = f"running+{optimizer}", f"cg3+{optimizer}"
+    counted = outcomes(running, cg)
+    assert (counted["wins"], counted["ties"], counted["loses"]) == expected
+    assert all(FOUND[task, running].ms < 0.7 * FOUND[task, cg].ms for task in analysis.tasks_of(FOUND))
+
+
+def test_under_muon_the_recipe_helps_as_often_as_it_hurts() -> None:
+    assert outcomes("running+muon", "muon") == {"wins": 2, "ties": 1, "loses": 2}
+
+
+def test_the_recipe_is_the_one_of_the_only_transformer_in_the_records() -> None:
+    found = numbers_from_records.found()
+    assert float(found["gpt_running"]) < float(found["gpt_adamw"])
+    assert numbers_from_records.TENTH == "a running S, ρ = 0.3, S of one step in 10"
+    assert (recipe.RUNNING.damping, recipe.RUNNING.update_every, recipe.RUNNING.decay) == (0.3, 10, 0.95)

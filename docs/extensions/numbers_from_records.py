@@ -17,7 +17,7 @@ Row = dict[str, str]
 
 def found() -> dict[str, str]:
     """All of them by the names that pages write in double braces."""
-    return {**digits(), **figure1(), **beyond(), **gpt(), **costs()}
+    return {**digits(), **figure1(), **beyond(), **gpt(), **costs(), **versions()}
 
 
 def rows(path: str) -> list[Row]:
@@ -140,6 +140,16 @@ def costs() -> dict[str, str]:
     compared = table(["network", "`CG(3)`, immediate", "running S, one step in ten"], modes)
     ends = {"ways_least": f"{min(measured):.1f}", "ways_most": f"{max(measured):.1f}"}
     return {"table_ways": table(head, lines), "table_modes": compared, **ends, **every}
+
+
+def versions() -> dict[str, str]:
+    """The Pythons and torches that the tests were run on, and how they ended."""
+    tried = json.loads((RESULTS / "versions.json").read_text())
+    columns = ("python", "torch", "commit", "passed", "failed", "skipped")
+    lines = [
+        [f"{row[name]:,}" if isinstance(row[name], int) else row[name] for name in columns] for row in tried
+    ]
+    return {"table_versions": table([*columns], lines)}
 
 
 WAYS = {

@@ -13,6 +13,9 @@ from proxprop.kernels import cholesky, feature_cg, rotation, sample_cg, split_bf
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled"),
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+    pytest.mark.filterwarnings(
+        "ignore:AnnAssign.__init__ missing:DeprecationWarning"
+    ),  # of Triton on Python 3.13
 ]
 TERMS = {"TERMS_OF_RHO": "*fp16", "TERMS_OF_SEARCH": "*fp16", "TERMS_OF_M": "*fp16", "TERMS_OF_X": "*bf16"}
 FLOATS = dict.fromkeys(("damping", "epsilon", "least_share", "root"), "fp32")

@@ -71,4 +71,7 @@ def spoilt(largest, smallest, epsilon):
 @triton.jit
 def hidden(noise, squared, energy, smallest, damping):
     """Whether the rounding of K may hide too much of a column whose residual is close to that rounding."""
-    return (_HIDDEN * _HIDDEN * noise / (damping * damping) > energy * smallest) & (squared <= _NEAR * noise)
+    # Triton 3.7's interpreter multiplies a tensor by a constant, but not a constant by a tensor.
+    return (noise * (_HIDDEN * _HIDDEN) / (damping * damping) > energy * smallest) & (
+        squared <= noise * _NEAR
+    )

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 import numpy as np
 
@@ -79,7 +79,7 @@ class Cell:
     def mean(self, name: str) -> float:
         """The mean over seeds of something measured at the end."""
         values = [float(getattr(run, name)) for run in self.seeds]
-        return sum(values) / len(values) if values else math.nan
+        return fmean(values) if values else math.nan
 
 
 Cells = Mapping[tuple[str, str], Cell]
@@ -223,7 +223,7 @@ def geometric(values: Sequence[float]) -> float:
     >>> geometric([1.0, 4.0])
     2.0
     """
-    return math.exp(sum(math.log(value) for value in values) / len(values))
+    return math.exp(fmean(math.log(value) for value in values))
 
 
 def verdict(ours: Spread, theirs: Spread) -> str:

@@ -55,6 +55,11 @@ on the peers' side. ProxProp *wins* or *loses* if the 95 % bootstrap intervals o
 last columns name the methods that reach the target first.
 """
 
+WRAPPED = """ So the
+records give no reason to take the longer step, and a running S is the only one tried in a transformer
+([running averages](running.md)). They do give reasons to leave S out for PINNs, and to compare with Muon alone first.
+On a GPU, where `CG(3)` can cost less than a running S, the two have not been compared in any task."""
+
 LIFTS = """## What S brings to an optimizer you already use
 
 The last score with S, divided by that of the same optimizer without it, both tuned: below 1 S helps. An arrow marks
@@ -132,7 +137,7 @@ def answer(found: Cells) -> list[str]:
         f"{count['loses']} of {len(rows)} small tasks.**"
     )
     head = ["task", "AdamW", "best peer", "best ProxProp", "ProxProp", "fewest steps", "fewest seconds"]
-    return [said, "", SMALL, table(head, rows), "", VERDICTS, *lacking(found), *bases(found)]
+    return [said, "", SMALL, table(head, rows), "", VERDICTS, *lacking(found), *bases(found), *wrapped(found)]
 
 
 def lacking(found: Cells) -> list[str]:
@@ -171,6 +176,26 @@ def bases(found: Cells) -> list[str]:
         f"In how many of {total} tasks S makes an optimizer's last score better or worse; the rest are ties:"
     )
     return [said, "", *lines, ""]
+
+
+def wrapped(found: Cells) -> list[str]:
+    """How the running S of `proxprop.wrap` compares with `CG(3)` under the same optimizer, in score and in time."""
+    parts, times = [], []
+    for base in BASES:
+        pairs = [(found.get((t, f"running+{base}")), found.get((t, f"cg3+{base}"))) for t in tasks_of(found)]
+        both = [(ours, cg) for ours, cg in pairs if ours and cg]
+        words = [analysis.verdict(ours.score, cg.score) for ours, cg in both]
+        times += [ours.ms / cg.ms for ours, cg in both if math.isfinite(ours.ms / cg.ms)]
+        if words:
+            better, worse = words.count("wins"), words.count("loses")
+            parts.append(
+                f"under {METHODS[base].title} better in {better} and worse in {worse} of {len(words)}"
+            )
+    if not parts:
+        return []
+    said = f"`proxprop.wrap` takes a running S. Beside `CG(3)` it ended {', '.join(parts)}."
+    cost = f" Its step took {min(times):.2f} to {max(times):.2f} times as long as `CG(3)`'s." if times else ""
+    return [said + cost + WRAPPED, ""]
 
 
 def lifts(found: Cells) -> list[str]:
