@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from proxprop import device, tuning
-from proxprop.direction import Direction, described, planned, prepare, solve
+from proxprop.direction import Direction, described, most_precise, planned, prepare, solve
 from proxprop.failures import FailureWarner
 from proxprop.replay import Solved, replays
 from proxprop.settings import Settings
@@ -70,6 +70,8 @@ class Task:
         if found is None:
             transfer, G = self.transfer(saved, G, shapes)
             direction = self._solve(transfer, G)
+            if direction.is_spoilt():
+                direction = self._solve_again(saved, G, shapes, direction)
             if self.observer is not None:
                 self.observer(transfer, G, direction, self.settings)
             found = direction.parameters, direction.failed
@@ -82,6 +84,21 @@ class Task:
         coarse = transfer.coarse and not torch.compiler.is_compiling()
         with device.coarse_numbers() if coarse else nullcontext():
             return solve(transfer, G, self.settings, ready, unmultiplied)
+
+    def _solve_again(
+        self, saved: Sequence[Tensor], G: Tensor, shapes: Shapes, spoilt: Direction
+    ) -> Direction:
+        """Solve in float64 what rounding spoilt in float32 or in K or S; the direction in G's precision.
+
+        That can take several times as long, so it is for what is rare, and not for a GPU, which would have to wait.
+        """
+        transfer = self.call.transfer(_floats(saved, torch.float64), G.double(), shapes)
+        settings = most_precise(transfer, self.settings)
+        if G.dtype == torch.float64 and settings == self.settings:
+            return spoilt
+        found = solve(transfer, G.double(), settings)
+        products = tuple(cast(d, G.dtype) if d is not None else None for d in found.parameters)
+        return Direction(products, spoilt.plan, found.failed)
 
     def _replayed(
         self, saved: Sequence[Tensor], G: Tensor, shapes: Shapes

@@ -42,6 +42,12 @@ class Direction(NamedTuple):
         """One tensor for each of the layer's parameters."""
         return tuple([p.multiply() if isinstance(p, PendingProduct) else p for p in self.products])
 
+    def is_spoilt(self) -> bool:
+        """Whether the solve failed, as far as that can be seen without waiting: on a CPU."""
+        if self.failed is None or self.failed.device.type != "cpu" or is_transformed(self.failed):
+            return False
+        return bool(self.failed.any())
+
 
 def planned(transfer: Transfer, settings: Settings) -> Plan:
     """The plan for a call."""
@@ -50,6 +56,12 @@ def planned(transfer: Transfer, settings: Settings) -> Plan:
     pinned = settings.space if settings.space in transfer.spaces else None  # a bias alone has no sample space
     question = transfer.sizes, settings.solver, pinned, transfer.spaces, *costs
     return choose_plan(*question) if torch.compiler.is_compiling() else remembered_plan(*question)
+
+
+def most_precise(transfer: Transfer, settings: Settings) -> Settings:
+    """The settings under which rounding costs least: without K and S, where the solver can do without."""
+    possible = MATRIX_FREE in settings.solver.spaces and MATRIX_FREE in transfer.spaces
+    return replace(settings, space="matrix_free") if possible else settings
 
 
 def described(transfer: Transfer, settings: Settings, like: Tensor) -> Plan:
@@ -123,13 +135,12 @@ def solve(
         damping, factor = settings.damping(samples), settings.factor(samples)
         return Direction(transfer.divide(G, damping, factor), chosen, None)
     found: Products
-    failed = None
     if chosen.space == SAMPLE:
         prepared = prepared or prepare(transfer, settings, G)
         found, failed = _in_sample_space(transfer, G, settings, prepared, unmultiplied)
     elif chosen.space == FEATURE:
         found, failed = _in_feature_space(transfer, G, settings)
-    if chosen.space == MATRIX_FREE or _should_retry(transfer, settings, failed):
+    else:
         found, failed = _matrix_free(transfer, G, settings)
     return Direction(found, chosen, failed)
 
@@ -169,11 +180,3 @@ def _matrix_free(transfer: Transfer, G: Tensor, settings: Settings) -> tuple[Par
     found = settings.solver.matrix_free(transfer.normal, B, settings.damping(samples))
     V, failed = found.times(settings.factor(samples))
     return transfer.from_features(V), failed
-
-
-def _should_retry(transfer: Transfer, settings: Settings, failed: Tensor | None) -> bool:
-    """Whether to solve again matrix-free because rounding of K or S spoilt the solution; only a CPU can look."""
-    if failed is None or failed.device.type != "cpu" or is_transformed(failed):
-        return False
-    possible = MATRIX_FREE in settings.solver.spaces and MATRIX_FREE in transfer.spaces
-    return possible and bool(failed.any())

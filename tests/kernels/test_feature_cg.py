@@ -91,6 +91,17 @@ def test_the_kernel_flags_the_groups_that_the_loop_flags(whole: bool) -> None:
 
 
 @VARIANTS
+@pytest.mark.parametrize("scale", [3e18, 1e20])
+def test_a_matrix_or_a_curvature_that_overflowed_is_flagged(whole: bool, scale: float) -> None:
+    A, G = problem((2, 20, 8, 3), seed=0, dtype=torch.float32)
+    A[1] *= scale
+    S, B = A.mT @ A, A.mT @ G
+    D, spoilt = solve(S, B, 1.0, 3, whole)
+    assert spoilt == [False, True]
+    assert relative_error(D[0], in_float64(S, B, 1.0, 3)[0]) < 1e-4
+
+
+@VARIANTS
 def test_one_term_is_as_accurate_as_tf32(whole: bool) -> None:
     A, G = problem((1, 40, 16, 3), seed=0, dtype=torch.float32)
     S, B = A.mT @ A, A.mT @ G

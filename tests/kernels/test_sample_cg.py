@@ -110,6 +110,14 @@ def test_activations_with_large_squares_do_not_overflow() -> None:
     assert lost == [False]
 
 
+def test_a_gram_matrix_that_overflowed_is_flagged() -> None:
+    A, G = problem((2, 6, 9, 4), seed=0, dtype=torch.float32)
+    A[1] *= 1e20
+    D, lost = solve(A, G, 1.0, 3)
+    assert lost == [False, True]
+    assert relative_error(D[0], in_float64(A, G, 1.0, 3)[0]) < 1e-5
+
+
 def test_the_kernel_flags_the_groups_that_the_loop_flags() -> None:
     """In one group nearly all of G is in the null space of K."""
     A, G = problem((2, 16, 3, 4), seed=1)

@@ -75,10 +75,11 @@ def test_a_zero_column_stays_exactly_zero(space: str, iterations: int) -> None:
     A, G = problem((2, 9, 7, 4), seed=0)
     expected = loop(space, A, G, iterations).solution
     G[0, :, 1] = 0.0
-    found, lost = loop(space, A, G, iterations)
+    found, lost, stuck = loop(space, A, G, iterations)
     assert not found[0, :, 1].any()
     assert relative_error(found[1], expected[1]) < 1e-14
     assert lost is None or not lost.any()
+    assert stuck is None or not stuck.any()
 
 
 @BOTH

@@ -274,3 +274,10 @@ def test_large_squares_are_in_float16_where_tf32_is_allowed(monkeypatch) -> None
     transposed_square(A)
     transposed_square(A[..., :39])
     assert seen == [(300, 40)]
+
+
+@pytest.mark.parametrize("rows", [600, 5_000, 100_000])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_sums_of_very_many_equal_rows_do_not_drift(groups: int, rows: int) -> None:
+    A = torch.randn(groups, 1, 3, generator=torch.Generator().manual_seed(0)).expand(groups, rows, 3)
+    assert relative_error(transposed_square(A).double(), A.double().mT @ A.double()) < 1e-5

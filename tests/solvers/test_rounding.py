@@ -9,6 +9,7 @@ import proxprop
 from proxprop import CG, Exact
 from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, SPACES
 from solvers.krylov import (
+    COLUMNS,
     IMAGES,
     REGIMES,
     System,
@@ -122,12 +123,51 @@ def test_an_exact_direction_of_equal_rows(space: str) -> None:
 
 @pytest.mark.parametrize("space", [SAMPLE, FEATURE])
 @pytest.mark.parametrize("scale", [1e19, 1e25])
-def test_an_exact_direction_whose_matrix_overflows_is_not_silent(space: str, scale: float) -> None:
+def test_an_exact_direction_of_inputs_whose_squares_overflow(space: str, scale: float) -> None:
+    """A CPU solves again in float64."""
     torch.manual_seed(0)
-    layer = proxprop.nn.Linear(8, 4, solver=Exact(), space=space)
-    with pytest.warns(RuntimeWarning, match="not positive definite in this precision.*inputs of very large"):
-        layer(scale * torch.randn(6, 8)).sum().backward()
-    assert not bool(layer.weight.grad.isfinite().all())
+    of = system_of(scale * torch.randn(6 if space == SAMPLE else 12, 8), outputs=4)
+    A = of.A.double()
+    exact = torch.linalg.solve(torch.eye(9) + A.T @ A, of.gradient) if space == FEATURE else of.exact
+    assert relative(direction(of, Exact(), space), exact) < 1e-6
+
+
+@EVERY_SPACE
+@pytest.mark.parametrize("scale", [1e18, 1e19, 1e25, 1e30])
+def test_conjugate_gradients_for_inputs_whose_squares_overflow(space: str, scale: float) -> None:
+    torch.manual_seed(0)
+    of = system_of(scale * torch.randn(48, 64), outputs=32)
+    for iterations in (1, 3, 10):
+        D = direction(of, CG(iterations), space)
+        assert bool(((D * of.gradient).sum(0) > 0).all())
+        assert relative(D[:, :COLUMNS], of.best(iterations)) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("solver", "space"),
+    [*[(CG(k), s) for k in (1, 3) for s in SPACES], (Exact(), SAMPLE), (Exact(), FEATURE)],
+    ids=str,
+)
+def test_what_overflows_in_float64_too_is_said_once(solver: proxprop.Solver, space: str) -> None:
+    layer = proxprop.nn.Linear(8, 4, solver=solver, space=space, dtype=torch.float64)
+    x = 1e160 * torch.randn(6, 8, dtype=torch.float64)
+    with pytest.warns(RuntimeWarning, match="inputs of very large"):
+        layer(x).backward(torch.ones(6, 4, dtype=torch.float64))
+    layer(x).backward(torch.ones(6, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("rows", [100, 1_000, 100_000])
+@pytest.mark.parametrize("features", [2, 8])
+def test_an_exact_direction_of_very_many_equal_rows(features: int, rows: int) -> None:
+    """Equal rows round in the same direction, which a matrix that is summed from them does not show."""
+    torch.manual_seed(0)
+    for scale, tau_theta in [(1e6, 1.0), (1e2, 1e-2), (1.0, 1.0), (1e-2, 1e4)]:
+        x = scale * torch.randn(1, features).expand(rows, features)
+        of = system_of(x, outputs=4, tau_theta=tau_theta)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            D = direction(of, Exact(), FEATURE)
+        assert caught or relative(D, of.exact) < 3
 
 
 @pytest.mark.parametrize("solver", [Exact(), CG(1)], ids=str)

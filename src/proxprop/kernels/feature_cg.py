@@ -24,6 +24,7 @@ from proxprop.kernels.stopping import (
     spoilt,
     step_length,
     still_going,
+    stuck,
 )
 
 
@@ -103,7 +104,8 @@ def _begin(
 def _note(length, squared, ENERGY, SMALLEST, LARGEST, SPOILT, at, inside, epsilon, FIRST: tl.constexpr):
     """Note a step of each column, and return the square below which its next residual is noise.
 
-    SPOILT is set once a step is taken along a curvature below the rounding of S.
+    SPOILT is set once a step is taken along a curvature below the rounding of S, or where S or the first curvature
+    overflowed.
     """
     energy, smallest, largest = length * squared, length, length
     if not FIRST:
@@ -113,7 +115,10 @@ def _note(length, squared, ENERGY, SMALLEST, LARGEST, SPOILT, at, inside, epsilo
     tl.store(ENERGY + at, energy, mask=inside)
     tl.store(SMALLEST + at, smallest, mask=inside)
     tl.store(LARGEST + at, largest, mask=inside)
-    if tl.max((spoilt(largest, smallest, epsilon) & inside).to(tl.int32), axis=0) > 0:
+    found = spoilt(largest, smallest, epsilon)
+    if FIRST:
+        found |= stuck(length, squared)
+    if tl.max((found & inside).to(tl.int32), axis=0) > 0:
         tl.store(SPOILT, 1)
     return floor_of(energy, smallest, epsilon)
 

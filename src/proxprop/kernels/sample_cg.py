@@ -81,7 +81,7 @@ def _begin(
     # In this unit of K, squares can't overflow. Every program of a group stores the same unit.
     largest = tl.max(tl.where(sample < samples, diagonal, damping), axis=0)
     tl.store(UNIT + group, power(tl.maximum(largest, damping)))
-    tl.store(LOST + group, 0)
+    tl.store(LOST + group, largest == float("inf"))  # K overflowed
     _hand_over(
         rho / scale[:, None], side, RHO + group * outputs * padded, TERMS_OF_RHO + group * outputs * TERMS * padded,
         UNSCALE + group * outputs, output, sample, padded, outputs, TERMS,

@@ -69,6 +69,12 @@ def spoilt(largest, smallest, epsilon):
 
 
 @triton.jit
+def stuck(length, squared):
+    """Whether there is a residual but no first step, as where a product overflowed; the length can be NaN."""
+    return (squared > 0) & ((length > 0) == 0)
+
+
+@triton.jit
 def hidden(noise, squared, energy, smallest, damping):
     """Whether the rounding of K may hide too much of a column whose residual is close to that rounding."""
     # Triton 3.7's interpreter multiplies a tensor by a constant, but not a constant by a tensor.

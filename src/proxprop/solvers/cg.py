@@ -53,9 +53,9 @@ class CG(Solver):
     spaces: ClassVar[tuple[str, ...]] = (SAMPLE, FEATURE, MATRIX_FREE)
     capturable: ClassVar[bool] = True
     failure: ClassVar[str] = (
-        "rounding of AᵀA or AAᵀ hides part of the direction from conjugate gradients. Likely causes: tau_theta is too "
-        "large for float32, inputs of very large or very different scale, or many repeated inputs. Try a smaller "
-        "tau_theta, normalised inputs, space='matrix_free' or float64"
+        "rounding of AᵀA or AAᵀ hides part of the direction from conjugate gradients, or these products overflowed. "
+        "Likely causes: tau_theta is too large for float32, inputs of very large or very different scale, or many "
+        "repeated inputs. Try a smaller tau_theta, normalised inputs, space='matrix_free' or float64"
     )
 
     def __post_init__(self) -> None:
@@ -112,7 +112,8 @@ class CG(Solver):
     def matrix_free(self, apply: Callable[[Tensor], Tensor], B: Tensor, damping: float) -> Solution:
         """Return the iterate from products `V -> AᵀAV`."""
         dims = (-2,) if self.per_output else (-3, -2, -1)
-        return Solution(conjugate_gradients(apply, B, damping, self.iterations, dims).solution)
+        found = conjugate_gradients(apply, B, damping, self.iterations, dims)
+        return Solution(found.solution, _for_groups(found.stuck))
 
     def _takes_triton(self, K: Tensor) -> bool:
         """Whether the Triton kernel for sample space is used."""
@@ -135,6 +136,8 @@ class CG(Solver):
     def _with_matrix(self, M: Tensor, B: Tensor, damping: float, space: str) -> Solution:
         """The iterate from products with K or S, scaled by a power of two where sums of squares could overflow.
 
+        A matrix that has overflowed itself is a failure. NaN came with the inputs and is none.
+
         A CPU works with outputs as rows, a block of them at a time: a product shares out its rows among cores just as
         all that follows does, so that each core finds its numbers in its own cache. For few numbers that would cost
         more than it saves.
@@ -144,8 +147,13 @@ class CG(Solver):
             mantissa, exponent = torch.frexp(diagonal.amax().clamp(min=damping))
             scale = torch.ldexp(torch.ones_like(mantissa), -exponent)
             value, lost = self._by_columns(M * scale, B, damping * scale, diagonal * scale, space)
-            return Solution(value * scale, lost)
+            return Solution(value * scale, _either(diagonal.isinf().any(-1), lost))
         largest = max(float(diagonal.amax()), damping)
+        if largest == math.inf:
+            overflowed = diagonal.isinf().any(-1)
+            there = overflowed[:, None, None]
+            value, lost = self._with_matrix(M.masked_fill(there, 0.0), B, damping, space)
+            return Solution(value.masked_fill(there, torch.nan), _either(overflowed, lost))
         unit = 1.0 if SAFE[0] < largest < SAFE[1] else power_of_two(largest)
         W, diagonal = (M, diagonal) if unit == 1.0 else (M / unit, diagonal / unit)
         bounds = Bounds(largest / unit, largest / unit * M.shape[-1])
@@ -168,7 +176,7 @@ class CG(Solver):
         column = diagonal.unsqueeze(-1) if space == SAMPLE else None
         multiply = partial(times, W)
         found = conjugate_gradients(multiply, B, damping, self.iterations, dims, column, bounds=bounds)
-        return Solution(found.solution, found.lost.any(-1).any(-1) if found.lost is not None else None)
+        return Solution(found.solution, _for_groups(found.lost))
 
     def _in_eigenbasis(self, basis: eigenbasis.Basis, B: Tensor, damping: float) -> Solution:
         """The iterate in a basis in which the matrix is diagonal, `[groups, size, outputs]`."""
@@ -196,7 +204,8 @@ class CG(Solver):
         for columns, out in zip(B.split(width, -1), X.split(width, -2), strict=True):
             rows = columns.mT.contiguous() if vectors is None else columns.mT @ vectors
             found = conjugate_gradients(multiply, rows, damping, self.iterations, dims, diagonal, out, bounds)
-            lost += [found.lost.flatten(1).any(-1)] if found.lost is not None else []
+            flagged = _for_groups(found.lost)
+            lost += [flagged] if flagged is not None else []
         return Solution(X.mT, torch.stack(lost).any(0) if lost else None)
 
     def _width(self, B: Tensor) -> int:
@@ -213,6 +222,16 @@ ARRAYS = 8
 
 SAFE = 2.0**-30, 2.0**30
 """Between these, sums of products of K, S and λ neither over- nor underflow in float32."""
+
+
+def _for_groups(columns: Tensor | None) -> Tensor | None:
+    """Whether a column of each group is flagged, `[groups]`; None for none."""
+    return columns.flatten(1).any(-1) if columns is not None else None
+
+
+def _either(overflowed: Tensor, lost: Tensor | None) -> Tensor:
+    """Whether each group overflowed or is lost."""
+    return overflowed if lost is None else overflowed | lost
 
 
 def power_of_two(size: float) -> float:

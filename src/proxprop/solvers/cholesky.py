@@ -3,7 +3,8 @@
 A factorisation has failed where a pivot is no larger than the rounding of its diagonal entry, because the rest of the
 factor would be noise. Then `√(λ + trace M)·I` replaces the factor, and the solution is `B / (λ + trace M)`, the
 gradient with a step that cannot overshoot. It is linear in B and is chosen without synchronisation. Where M is not
-finite, neither is the solution. NaN in M is not a failure of the factorisation and is not flagged.
+finite, neither is the solution. NaN in M is not a failure of the factorisation and is not flagged. On a CPU a pivot
+that is only a little larger is flagged too, and its factor kept.
 """
 
 from abc import ABC, abstractmethod
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from proxprop import device, tuning
-from proxprop.solvers.matmul import transposed_product
+from proxprop.solvers.matmul import LONGEST_SUM, transposed_product
 from proxprop.solvers.memory import is_transformed
 from proxprop.solvers.rotation import rotate
 from proxprop.solvers.solver import PreparedSolve, ProductSolve, Solution
@@ -20,6 +21,15 @@ from proxprop.solvers.triangular import inverse_of_product, inverse_of_triangle
 
 LEAST_PIVOT = 4
 """A pivot must be larger than its diagonal entry times this multiple of `ε√size`."""
+
+LEAST_SIZE = LONGEST_SUM
+"""Smaller matrices count as this large, because their entries are sums of so many numbers that round too."""
+
+DOUBTFUL = 8
+"""A CPU, which can solve again in float64, flags pivots up to this multiple of the least one.
+
+Rows that are equal round in the same direction, so their sums are off by more than the least pivot allows for.
+"""
 
 
 class Factorization(ABC):
@@ -92,7 +102,7 @@ def divisor(bound: Tensor) -> Tensor:
 
 def least_share(M: Tensor) -> float:
     """The smallest share of its diagonal entry that a pivot may be."""
-    return float(LEAST_PIVOT * torch.finfo(M.dtype).eps * M.shape[-1] ** 0.5)
+    return float(LEAST_PIVOT * torch.finfo(M.dtype).eps * max(M.shape[-1], LEAST_SIZE) ** 0.5)
 
 
 def _clearly_sound(roots: Tensor, diagonal: Tensor, info: Tensor) -> bool:
@@ -105,7 +115,7 @@ def _clearly_sound(roots: Tensor, diagonal: Tensor, info: Tensor) -> bool:
     """
     if diagonal.numel() == 0 or info.any():
         return False
-    return float(roots.amin()) ** 2 > float(diagonal.amax()) * least_share(diagonal)
+    return float(roots.amin()) ** 2 > float(diagonal.amax()) * DOUBTFUL * least_share(diagonal)
 
 
 class LapackFactorization(TriangularFactorization):
@@ -115,14 +125,17 @@ class LapackFactorization(TriangularFactorization):
         diagonal = M.diagonal(dim1=-2, dim2=-1).add_(damping)
         self.L, info = torch.linalg.cholesky_ex(M)
         roots = self.L.diagonal(dim1=-2, dim2=-1)
-        if M.device.type == "cpu" and not is_transformed(M) and _clearly_sound(roots, diagonal, info):
+        on_cpu = M.device.type == "cpu"
+        if on_cpu and not is_transformed(M) and _clearly_sound(roots, diagonal, info):
             self.failed = info.bool()
             return
-        sound = (roots.square() > diagonal * least_share(M)).all(-1) & (info == 0)
+        shares, least = roots.square() / diagonal, least_share(M)
+        sound = (shares > least).all(-1) & (info == 0)
         bound = (diagonal - damping).sum(-1).add_(damping)
         identity = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
         self.L = torch.where(sound.view(-1, 1, 1), self.L, identity * divisor(bound).sqrt().view(-1, 1, 1))
-        self.failed = (sound | bound.isnan()).logical_not()
+        good = sound & (shares > DOUBTFUL * least).all(-1) if on_cpu else sound
+        self.failed = (good | bound.isnan()).logical_not()
 
     def solve(self, B: Tensor) -> Tensor:
         """Two triangular solves.

@@ -30,10 +30,12 @@ class Iterate(NamedTuple):
     Attributes:
         solution: in the shape of the right-hand side.
         lost: for each column whether rounding of W, if it was formed as a matrix, may have spoilt it; None for none.
+        stuck: for each column whether there was a residual but no first step, as where a product overflowed; likewise.
     """
 
     solution: Tensor
-    lost: Tensor | None
+    lost: Tensor | None = None
+    stuck: Tensor | None = None
 
 
 def conjugate_gradients(
@@ -128,7 +130,7 @@ class _Iteration:
     def end(self) -> Iterate:
         """The solution, replaced by its first step where rounding turned it uphill."""
         if self.watch is None:
-            return Iterate(self.solution.mul_(self.scale), None)
+            return Iterate(self.solution.mul_(self.scale))
         if len(self.steps) > 1:
             uphill = self._inner(self.solution, self.dual_first) < 0
             if not self.can_look or uphill.any():
@@ -136,7 +138,7 @@ class _Iteration:
         lost = self.watch.lost()
         if self.can_look and lost is not None and not lost.any():
             lost = None
-        return Iterate(self.solution.mul_(self.scale), lost)
+        return Iterate(self.solution.mul_(self.scale), lost, self.watch.stuck)
 
     def _calm(self, bounds: Bounds | None) -> Calm | None:
         """What to ask before columns are watched; None where they are from the beginning."""

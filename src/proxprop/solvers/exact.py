@@ -25,10 +25,10 @@ class Exact(Solver):
     spaces: ClassVar[tuple[str, ...]] = (SAMPLE, FEATURE)
     capturable: ClassVar[bool] = True
     failure: ClassVar[str] = (
-        "I/τ_θ + AᵀA is not positive definite in this precision, so the step was replaced by a scaled gradient, or is "
-        "not finite where AᵀA is not. Likely causes: tau_theta is too large for float32, inputs of very large or very "
-        "different scale, or many repeated inputs. Try a smaller tau_theta, CG(iterations), normalised inputs or "
-        "float64"
+        "I/τ_θ + AᵀA is not positive definite in this precision, or nearly so. The step was replaced by a scaled "
+        "gradient, may have lost all digits, or is not finite where AᵀA is not. Likely causes: tau_theta is too large "
+        "for float32, inputs of very large or very different scale, or many repeated inputs. Try a smaller tau_theta, "
+        "CG(iterations), normalised inputs or float64"
     )
 
     def flops(self, sizes: Sizes, space: str) -> float:

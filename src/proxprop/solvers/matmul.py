@@ -34,6 +34,13 @@ SMALLEST_FIRST = (2, 1, 0)
 """Terms of an operand whose partner is bfloat16 and has one term."""
 
 
+LONGEST_SUM = 256
+"""Rows that a CPU sums one after the other; libraries do likewise for matrices that are not very narrow."""
+
+SUMMED_IN_PIECES = 32
+"""Features below which libraries sum all rows one after the other."""
+
+
 def transposed_product(left: Tensor, right: Tensor | None = None, precise: bool = False) -> Tensor:
     """`leftᵀ·right [m, n]` for left `[rows, m]` and right `[rows, n]` or left; in float32 where one is bfloat16.
 
@@ -106,12 +113,24 @@ def transposed_square(A: Tensor) -> Tensor:
     """`AᵀA [groups, features, features]` for A `[groups, samples, features]`; in float32 where A is bfloat16."""
     if _symmetry_pays(A, A.shape[-1]):
         return _symmetric(A.mT.to(wide(A)))
+    if A.device.type == "cpu" and A.shape[-1] < SUMMED_IN_PIECES and A.shape[-2] > 2 * LONGEST_SUM:
+        return _sum_of_squares(cast(A, wide(A)))
     if len(A) > 1:
         return multiply(A.mT, A)
     float16_pays = (
         device.use_fp16_products(A) and device.tf32_allowed() and min(A.shape[1:]) >= tuning.FP16_LEAST_SIZE
     )
     return (square_in_float16 if float16_pays else transposed_product)(A[0])[None]
+
+
+def _sum_of_squares(A: Tensor) -> Tensor:
+    """`AᵀA` from pieces of rows: equal rows round in the same direction, so one long sum would drift away."""
+    groups, samples, features = A.shape
+    whole = samples // LONGEST_SUM * LONGEST_SUM
+    pieces = A[:, :whole].reshape(-1, LONGEST_SUM, features)
+    S = torch.bmm(pieces.mT, pieces).view(groups, -1, features, features).sum(1)
+    rest = A[:, whole:]
+    return S.baddbmm_(rest.mT, rest)
 
 
 def square_in_float16(A: Tensor) -> Tensor:

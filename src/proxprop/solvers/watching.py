@@ -150,6 +150,7 @@ class Watch:
             if self.spoilt is not None:
                 self.smallest = length.masked_fill(self.spoilt, 0.0)
             self.energy = (length * squared).add_(self.tiny)  # so that over a zero it is infinite
+            self.stuck = (squared > 0) & ~(length > 0)  # a length can be NaN
             return
         self.smallest = self.smallest.minimum(length)
         if self.rounding is None:
