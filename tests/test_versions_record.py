@@ -24,7 +24,7 @@ def test_a_row_says_what_was_run_and_what_failed() -> None:
 
 
 def test_rows_of_the_record_are_in_order_and_have_the_same_columns() -> None:
-    rows = json.loads(versions_record.RECORD.read_text())
+    rows = json.loads(versions_record.RECORD.read_text())["rows"]
     for row in rows:
         assert rows == versions_record.merged(rows, row)
         assert list(row) == list(versions_record.row(Outcomes(), [], "abc"))

@@ -52,8 +52,8 @@ def main(arguments: list[str]) -> int:
     os.chdir(ROOT)
     outcomes, tried = Outcomes(), commit()
     status = pytest.main(["-q", "-m", "not slow", "--deselect", ABOUT_IT, *arguments], plugins=[outcomes])
-    rows = json.loads(RECORD.read_text()) if RECORD.is_file() else []
-    RECORD.write_text(json.dumps(merged(rows, row(outcomes, arguments, tried)), indent=1) + "\n")
+    rows = json.loads(RECORD.read_text())["rows"] if RECORD.is_file() else []
+    RECORD.write_text(json.dumps({"rows": merged(rows, row(outcomes, arguments, tried))}, indent=1) + "\n")
     return int(status)
 
 
