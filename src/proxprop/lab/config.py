@@ -98,14 +98,14 @@ class Config:
     def settled(self) -> "Config":
         """The same run with nothing left open.
 
-        `lr`: by optimizer and solver, as in `lab.rates`.
+        `lr`: by network, optimizer and solver, as in `lab.rates`.
         `hidden`: the paper's 4000-1000-4000, or 256-128-256 for digits.
         `batch_size`: the paper's 500, or 100 for digits.
         """
         digits = self.data == "digits"
         return replace(
             self,
-            lr=self.lr if self.lr is not None else rate(self.optimizer, self.solver),
+            lr=self.lr if self.lr is not None else rate(self.optimizer, self.solver, self.model),
             hidden=self.hidden if self.hidden is not None else (DIGITS_WIDTHS if digits else PAPER_WIDTHS),
             batch_size=self.batch_size if self.batch_size is not None else (100 if digits else 500),
         )
