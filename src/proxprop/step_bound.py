@@ -103,9 +103,10 @@ class Bounded:
             )
         self._spent = torch.zeros_like(self._reference)
         self.factor = torch.ones_like(self._reference)
+        # Compiled into one graph with the step, parameters before and after it came out equal (torch 2.13).
         self._hooks = [
-            optimizer.register_step_pre_hook(self._keep_parameters),
-            optimizer.register_step_post_hook(self._cut),
+            optimizer.register_step_pre_hook(torch.compiler.disable(self._keep_parameters)),
+            optimizer.register_step_post_hook(torch.compiler.disable(self._cut)),
         ]
 
     def detach(self) -> None:
@@ -154,7 +155,7 @@ class Bounded:
             old.lerp_(parameter, self.factor.to(parameter.device, parameter.dtype))
         torch._foreach_copy_(self._held, before)
 
-    def _length(self, tensors: list[Tensor]) -> Tensor:
+    def _length(self, tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
         """The norm of all tensors together."""
         norms = torch._foreach_norm(tensors, 2, self._dtype)
         length: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(tensors[0].device) for norm in norms]))
