@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, linear
 from torch.optim import Optimizer
 
+import proxprop
+
 
 class Candidate:
     """Cut each layer's step to a limit, in the norm of its weights or of what it does to the layer's last outputs.
@@ -94,5 +96,6 @@ CANDIDATES: dict[str, Callable[[Optimizer, nn.Module], object]] = {
     "budget-outputs": partial(Candidate, outputs=True, budget=3.0),
     "both-layers": partial(Candidate, step=0.1, budget=1.0),
     "budget-whole": partial(Candidate, whole=True, budget=1.0),
+    "looser": lambda optimizer, model: proxprop.bound(optimizer, step=0.2, budget=2.0),
 }
 """By name: what is measured, against what, and whether one step or all of them are limited."""
