@@ -23,21 +23,24 @@ TITLES = {
 
 RATES = """## Which learning rate carries over
 
-Every method at the same {count} rates (half a decade apart), everything else held: weight decay 0.001, linear schedule, ρ = 0.3
-for a running S, τ_θ = 10 and `scaling="gradient"` for `CG(3)`. *Rate* is the one with the lowest last score, a median over
-seeds; *(end)* marks the first or last of the grid. *Kept* is the score with S at the rate that is best without, divided by
-the best without S, and *tuned* the same with S at its own best rate: below 1 S helps. In brackets the
-lowest and highest over seeds, each divided by the same seed's score without S.
-`python benchmarks/questions.py rates`, record in `results/questions/rates.csv`.
+Every method at the same {count} rates, half a decade apart, and all else held: weight decay 0.001, a linear schedule,
+ρ = 0.3 for a running S, τ_θ = 10 and `scaling="gradient"` for `CG(3)`. *Rate* has the lowest last score, by the median
+over seeds; *(end)* marks the first and the last of the grid. *Kept* is the score with S at the rate that is best
+without S, divided by the score without S at that rate. *Tuned* is the same with S at its own best rate. Below 1 S
+helps. Medians over seeds, with the lowest and the highest in brackets. `python benchmarks/questions.py rates`, record
+in `results/questions/rates.csv`.
 """
 
 VALIDATION = """## Why training gains more than validation
 
-AdamW at a rate of 0.003, fed by different directions, with little and with much (decoupled) weight decay; losses after
-the last step, medians over {seeds} seeds with the lowest and highest in brackets. *On the way* is the lowest validation
-loss of a run at any time, and *at equal training* the validation loss when the training loss first fell to {level:.2g}, which
+AdamW at a rate of 0.003 on {task}, fed by different directions, with little and with much (decoupled) weight decay.
+Medians over {seeds} seeds, with the lowest and the highest in brackets. *On the way* is the lowest validation loss of a
+run at any time. *At equal training* is the validation loss when the training loss first fell to {level:.2g}, which
 every run reached. `python benchmarks/questions.py validation`, record in `results/questions/validation.csv`.
 """
+
+
+HEAD = ["direction", "weight decay", "training loss", "validation loss", "on the way", "at equal training"]
 
 
 def section(folder: Path) -> list[str]:
@@ -88,7 +91,6 @@ def _carried(without: dict[float, dict[str, float]], having: dict[float, dict[st
 def validation(rows: Sequence[Row]) -> list[str]:
     """Training and validation of every direction, at the end, on the way and at equal training loss."""
     rows = [row for row in rows if row["status"] == "finished"]
-    lines: list[list[str]] = []
     parts: list[str] = []
     for task in dict.fromkeys(row["task"] for row in rows):
         own = [row for row in rows if row["task"] == task]
@@ -97,24 +99,15 @@ def validation(rows: Sequence[Row]) -> list[str]:
         lines = []
         for direction, decay in cells:
             runs = [r for r in own if (r["direction"], r["weight_decay"]) == (direction, decay)]
-            measures: list[Callable[[Row], float]] = [
-                lambda row: float(row["train_loss"]),
-                lambda row: float(row["score"]),
-                lambda row: min(numbers(row["scores"])),
-                lambda row, level=level: _at(row, level),  # type: ignore[misc]
-            ]
-            spreads = [spread([measure(row) for row in runs], "{:.2g}".format) for measure in measures]
-            lines.append([direction, f"{float(decay):g}", *spreads])
-        seeds = len({row["seed"] for row in own})
-        head = [
-            "direction",
-            "weight decay",
-            "training loss",
-            f"{task}: validation loss",
-            "on the way",
-            "at equal training",
-        ]
-        parts += [VALIDATION.format(seeds=seeds, level=level), table(head, lines), ""]
+            columns = (
+                [float(row["train_loss"]) for row in runs],
+                [float(row["score"]) for row in runs],
+                [min(numbers(row["scores"])) for row in runs],
+                [_at(row, level) for row in runs],
+            )
+            lines.append([direction, f"{float(decay):g}", *(spread(c, "{:.2g}".format) for c in columns)])
+        words = VALIDATION.format(task=task, seeds=len({row["seed"] for row in own}), level=level)
+        parts += [words, table(HEAD, lines), ""]
     return parts
 
 
