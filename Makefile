@@ -36,6 +36,7 @@ docs: .venv/.dev  ## rewrite the documents that are made from tests and records
 	$(BIN)/python benchmarks/report.py > docs/performance.md.new && mv docs/performance.md.new docs/performance.md
 	$(BIN)/python benchmarks/scaling.py > docs/scaling.md.new && mv docs/scaling.md.new docs/scaling.md
 	$(BIN)/python benchmarks/running.py > docs/running.md.new && mv docs/running.md.new docs/running.md
+	$(BIN)/python benchmarks/bounds.py write > docs/bounds.md.new && mv docs/bounds.md.new docs/bounds.md
 	$(BIN)/proxprop bench write
 	$(BIN)/python -m proxprop.lab.peers.page > docs/peers.md.new && mv docs/peers.md.new docs/peers.md
 

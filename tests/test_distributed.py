@@ -63,6 +63,13 @@ ON_ANY_RANKS = [
         "ddp-overlap",
         note="the direction of one process with the concatenated batch; see `docs/scaling.md` for unequal shares",
     ),
+    row("DistributedDataParallel, `proxprop.bound`", "ddp-bounded"),
+    row(
+        "FSDP2, `proxprop.bound`",
+        "fsdp-bounded-refused",
+        status="refused",
+        note="the norm of a part is not the norm of the whole",
+    ),
     row("DistributedDataParallel, gradient scaling", "ddp-scaler"),
     row("DistributedDataParallel, `ZeroRedundancyOptimizer`", "ddp-zero"),
     row("DistributedDataParallel, `no_sync`", "ddp-no-sync", "ddp-accumulate"),

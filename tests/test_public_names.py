@@ -28,6 +28,7 @@ def test_the_public_names_are_these() -> None:
     assert set(proxprop.__all__) == {
         *("convert", "revert", "summary", "register", "unregister", "nn", "diagnostics", "use_cuda_graphs"),
         *("attach", "wrap", "Attached", "Running", "CG", "Exact", "Solver"),
+        *("bound", "Bounded"),
     }
     for gone in ("solve", "detach", "Settings"):
         assert not hasattr(proxprop, gone)

@@ -11,6 +11,7 @@ from proxprop.nn import register, unregister
 from proxprop.recipe import wrap
 from proxprop.replay import use_cuda_graphs
 from proxprop.solvers import CG, Exact, Solver
+from proxprop.step_bound import Bounded, bound
 from proxprop.summarize import summary
 
 __version__ = "0.2.0.dev0"
@@ -18,10 +19,12 @@ __version__ = "0.2.0.dev0"
 __all__ = [
     "CG",
     "Attached",
+    "Bounded",
     "Exact",
     "Running",
     "Solver",
     "attach",
+    "bound",
     "convert",
     "diagnostics",
     "nn",

@@ -341,6 +341,24 @@ def a_dropped_wrapper_ends_at_once() -> None:
         gc.enable()
 
 
+def bounded_steps() -> None:
+    """Ranks hold the same parameters and take the same steps, so that they cut them alike: as one process does."""
+    together = DistributedDataParallel(NETWORKS["exact"].model())
+    alone = NETWORKS["exact"].model()
+    for model, batch in ((together, share(whole("exact"))), (alone, whole("exact"))):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e4, momentum=0.9)
+        proxprop.attach(optimizer, model)
+        bounded = proxprop.bound(optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            mean_square(model(batch)).backward()
+            optimizer.step()
+        assert_same_on_all_ranks(bounded.factor)
+        assert 0 < bounded.factor < 1
+    for found, expected in zip(together.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+
+
 CASES: dict[str, Callable[[], None]] = {
     **{f"ddp-{name}": partial(one_step, name) for name in NETWORKS},
     "ddp-static-graph": partial(one_step, "exact", static_graph=True),
@@ -364,6 +382,7 @@ CASES: dict[str, Callable[[], None]] = {
     "ddp-unequal-weighted": partial(unequal_shares, weighted=True),
     "ddp-bytes": bytes_are_counted,
     "ddp-dropped": a_dropped_wrapper_ends_at_once,
+    "ddp-bounded": bounded_steps,
     "ddp-overlap": sent_while_backward_runs,
     "ddp-immediate-warns": warned_once_in_immediate_mode,
 }

@@ -178,6 +178,12 @@ def older_fsdp_is_refused() -> None:
         proxprop.attach(optimizer, model)
 
 
+def bounded_steps_are_refused() -> None:
+    _, optimizer = sharded("exact")
+    with pytest.raises(ValueError, match=r"cut over ranks .*FSDP2.*whole parameters"):
+        proxprop.bound(optimizer)
+
+
 CASES: dict[str, Callable[[], None]] = {
     **{f"fsdp-{name}": partial(one_step, name) for name in NETWORKS},
     **{f"fsdp-offload-{name}": partial(offloaded, name) for name in ("exact", "convnet")},
@@ -190,6 +196,7 @@ CASES: dict[str, Callable[[], None]] = {
     "fsdp-immediate-warns": warned_once_in_immediate_mode,
     "fsdp-hybrid": partial(one_step, "convnet", hybrid=True),
     "fsdp-hybrid-cg": partial(one_step, "cg", hybrid=True),
+    "fsdp-bounded-refused": bounded_steps_are_refused,
     "fsdp1-refused": older_fsdp_is_refused,
     "tensor-parallel-colwise": partial(tensor_parallel_is_refused, "colwise"),
     "tensor-parallel-rowwise": partial(tensor_parallel_is_refused, "rowwise"),

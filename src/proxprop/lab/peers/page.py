@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from proxprop.lab.peers import analysis
+from proxprop.lab.peers import analysis, questions
 from proxprop.lab.peers.analysis import Cell, Cells, Spread, tasks_of
 from proxprop.lab.peers.methods import METHODS
 from proxprop.lab.peers.protocol import REFERENCE, SEEDS, TRIALS
@@ -97,6 +97,7 @@ def page(store: Store) -> str:
     parts += [TO_TARGET, timed(store.times())]
     for task in tasks_of(found):
         parts += to_target([found[task, name] for name in METHODS if (task, name) in found])
+    parts += questions.section(store.folder.parent / "questions")
     return "\n".join([*parts, DECIDED, *open_tasks(found)])
 
 

@@ -1,0 +1,135 @@
+"""Two questions about S, answered from results/questions: which rate carries over, and what S does to validation."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+from proxprop.lab.peers.store import read
+from proxprop.lab.reproduction.markdown import table
+
+Row = dict[str, str]
+
+PAIRS = {"adamw": ("running+adamw", "cg3+adamw"), "muon": ("running+muon",)}
+"""Optimizers, and the same with S."""
+
+TITLES = {
+    "adamw": "AdamW",
+    "muon": "Muon",
+    "running+adamw": "a running S",
+    "running+muon": "a running S",
+    "cg3+adamw": "`CG(3)`",
+}
+
+RATES = """## Which learning rate carries over
+
+Every method at the same {count} rates, half a decade apart, and all else held: weight decay 0.001, a linear schedule,
+ρ = 0.3 for a running S, τ_θ = 10 and `scaling="gradient"` for `CG(3)`. *Rate* has the lowest last score, by the median
+over seeds; *(end)* marks the first and the last of the grid. *Kept* is the score with S at the rate that is best
+without S, divided by the score without S at that rate. *Tuned* is the same with S at its own best rate. Below 1 S
+helps. Medians over seeds, with the lowest and the highest in brackets. `python benchmarks/questions.py rates`, record
+in `results/questions/rates.csv`.
+"""
+
+VALIDATION = """## Why training gains more than validation
+
+AdamW at a rate of 0.003 on {task}, fed by different directions, with little and with much (decoupled) weight decay.
+Medians over {seeds} seeds, with the lowest and the highest in brackets. *On the way* is the lowest validation loss of a
+run at any time. *At equal training* is the validation loss when the training loss first fell to {level:.2g}, which
+every run reached. `python benchmarks/questions.py validation`, record in `results/questions/validation.csv`.
+"""
+
+
+HEAD = ["direction", "weight decay", "training loss", "validation loss", "on the way", "at equal training"]
+
+
+def section(folder: Path) -> list[str]:
+    """Both answers as lines of the page; none where nothing was recorded."""
+    return [*rates(read(folder / "rates.csv")), *validation(read(folder / "validation.csv"))]
+
+
+def rates(rows: Sequence[Row]) -> list[str]:
+    """Best rates with and without S, task by task."""
+    lines = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        scores = {name: by_rate([r for r in rows if r["task"] == task], name) for name in TITLES}
+        for base, others in PAIRS.items():
+            for other in others:
+                if scores[base] and scores[other]:
+                    lines.append([task, TITLES[base], TITLES[other], *_carried(scores[base], scores[other])])
+    if not lines:
+        return []
+    head = ["task", "optimizer", "with", "rate", "rate with S", "kept", "tuned", "seeds"]
+    count = len({row["lr"] for row in rows})
+    return [RATES.format(count=count), table(head, lines), ""]
+
+
+def by_rate(rows: Sequence[Row], direction: str) -> dict[float, dict[str, float]]:
+    """Last scores by rate, then by seed; infinite where a run diverged."""
+    found: dict[float, dict[str, float]] = {}
+    for row in rows:
+        if row["direction"] == direction:
+            score = float(row["score"]) if row["status"] == "finished" else math.inf
+            found.setdefault(float(row["lr"]), {})[row["seed"]] = score
+    return found
+
+
+def _carried(without: dict[float, dict[str, float]], having: dict[float, dict[str, float]]) -> list[str]:
+    """The best rates, and what it costs to keep the one without S."""
+    own, tuned = (min(f, key=lambda lr: median(f[lr].values())) for f in (without, having))
+
+    def against(lr: float) -> str:
+        ratios = [having[lr][seed] / score for seed, score in without[own].items() if seed in having[lr]]
+        return spread(ratios, "{:.2f}".format)
+
+    def named(lr: float) -> str:
+        return f"{lr:g}" + (" (end)" if lr in (min(without), max(without)) else "")
+
+    return [named(own), named(tuned), against(own), against(tuned), str(len(without[own]))]
+
+
+def validation(rows: Sequence[Row]) -> list[str]:
+    """Training and validation of every direction, at the end, on the way and at equal training loss."""
+    rows = [row for row in rows if row["status"] == "finished"]
+    parts: list[str] = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        own = [row for row in rows if row["task"] == task]
+        level = max(min(numbers(row["train_losses"])) for row in own)
+        cells = list(dict.fromkeys((row["direction"], row["weight_decay"]) for row in own))
+        lines = []
+        for direction, decay in cells:
+            runs = [r for r in own if (r["direction"], r["weight_decay"]) == (direction, decay)]
+            columns = (
+                [float(row["train_loss"]) for row in runs],
+                [float(row["score"]) for row in runs],
+                [min(numbers(row["scores"])) for row in runs],
+                [_at(row, level) for row in runs],
+            )
+            lines.append([direction, f"{float(decay):g}", *(spread(c, "{:.2g}".format) for c in columns)])
+        words = VALIDATION.format(task=task, seeds=len({row["seed"] for row in own}), level=level)
+        parts += [words, table(HEAD, lines), ""]
+    return parts
+
+
+def _at(row: Row, level: float) -> float:
+    """The validation loss at the first measurement where the training loss is down to a level."""
+    pairs = zip(numbers(row["train_losses"]), numbers(row["scores"]), strict=True)
+    return next(score for train, score in pairs if train <= level)
+
+
+def numbers(cell: str) -> list[float]:
+    """The numbers of a cell.
+
+    >>> numbers("1 2.5")
+    [1.0, 2.5]
+    """
+    return list(map(float, cell.split()))
+
+
+def spread(values: Sequence[float], form: Callable[[float], str]) -> str:
+    """The median, and in brackets the lowest and the highest.
+
+    >>> spread([3.0, 1.0, 2.0], "{:.0f}".format)
+    '2 (1–3)'
+    """
+    return f"{form(median(values))} ({form(min(values))}–{form(max(values))})"
