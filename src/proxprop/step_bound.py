@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from proxprop.distributed import mesh_of
+from proxprop.torch_internals import Tensors, copy_all, differences, norms
 
 
 def bound(
@@ -145,7 +146,7 @@ class Bounded:
     def _cut(self, *_: Any) -> None:
         """After a step: θ ← θ_before + s(θ − θ_before), computed such that no bit changes where s = 1."""
         before, self._before = self._before, []
-        length = self._length(torch._foreach_sub(self._held, before))
+        length = self._length(differences(self._held, before))
         square = length.square()
         fits = square.isfinite()  # what overflows is taken back and not counted; NaN stays NaN
         self._spent.mul_(self._keep).add_(torch.where(fits, square, 0.0))
@@ -153,12 +154,12 @@ class Bounded:
         self.factor.copy_(torch.where(fits, (self._reference / lengths).clamp(max=1.0), 0.0))
         for parameter, old in zip(self._held, before, strict=True):
             old.lerp_(parameter, self.factor.to(parameter.device, parameter.dtype))
-        torch._foreach_copy_(self._held, before)
+        copy_all(self._held, before)
 
-    def _length(self, tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    def _length(self, tensors: Tensors) -> Tensor:
         """The norm of all tensors together."""
-        norms = torch._foreach_norm(tensors, 2, self._dtype)
-        length: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(tensors[0].device) for norm in norms]))
+        found = norms(tensors, 2, self._dtype)
+        length: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(tensors[0].device) for norm in found]))
         return length
 
 

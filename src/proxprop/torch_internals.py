@@ -129,14 +129,19 @@ def is_batched_attention(inputs: Sequence[Tensor], masks: Sequence[Tensor | None
     return batched
 
 
-# Many tensors at once: without these, running averages take one call for each layer
+# Many tensors at once: without these, running averages and bounded steps take one call for each layer
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
-def norms(tensors: Tensors, order: float) -> Tensors:
-    """The norm of each tensor."""
-    return torch._foreach_norm(tensors, order)
+def norms(tensors: Tensors, order: float, dtype: torch.dtype | None = None) -> Tensors:
+    """The norm of each tensor, summed in this precision."""
+    return torch._foreach_norm(tensors, order, dtype)
+
+
+def differences(tensors: Tensors, others: Tensors) -> Tensors:
+    """Each tensor minus another tensor."""
+    return torch._foreach_sub(tensors, others)
 
 
 def multiply_all(tensors: Tensors, scales: Tensors) -> None:
