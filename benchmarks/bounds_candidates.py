@@ -91,8 +91,6 @@ CANDIDATES: dict[str, Callable[[Optimizer, nn.Module], object]] = {
     "relative-weights": partial(Candidate, present=True, step=0.1),
     "relative-outputs": partial(Candidate, outputs=True, present=True, step=0.1),
     "first-weights": partial(Candidate, step=0.1),
-    "first-outputs": partial(Candidate, outputs=True, step=0.1),
-    "budget-weights": partial(Candidate, budget=1.0),
     "budget-outputs": partial(Candidate, outputs=True, budget=3.0),
     "both-layers": partial(Candidate, step=0.1, budget=1.0),
     "budget-whole": partial(Candidate, whole=True, budget=1.0),
