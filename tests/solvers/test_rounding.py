@@ -156,6 +156,35 @@ def test_what_overflows_in_float64_too_is_said_once(solver: proxprop.Solver, spa
     layer(x).backward(torch.ones(6, 4, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("space", [SAMPLE, FEATURE])
+def test_inputs_whose_squares_overflow_for_so_many_outputs_that_an_eigenbasis_pays(space: str) -> None:
+    torch.manual_seed(0)
+    of = system_of(1e20 * torch.randn(1, 40).repeat(48, 1), outputs=130)
+    assert relative(direction(of, CG(30), space), of.exact) < 1e-4
+
+
+@EVERY_SPACE
+@pytest.mark.parametrize(("scale", "tau_theta"), [(2e18, 2e3), (3e17, 3e3), (1.0, 1e39)])
+def test_a_damping_that_is_nothing_beside_the_matrix(space: str, scale: float, tau_theta: float) -> None:
+    torch.manual_seed(0)
+    of = system_of(scale * torch.randn(48, 64), outputs=32, tau_theta=tau_theta)
+    for iterations in (1, 3):
+        D = direction(of, CG(iterations), space)
+        assert relative(D[:, :COLUMNS], of.best(iterations)) < 0.05
+
+
+@EVERY_SPACE
+def test_a_column_that_is_rounding_alone_stays_finite(space: str) -> None:
+    """Rows are equal and G sums to zero, so products with large inputs are noise that later steps magnify."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        of = system_of(6e13 * torch.randn(1, 40).repeat(5, 1), outputs=3, tau_theta=200.0)
+        of.G.sub_(of.G.mean(0))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            assert bool(direction(of, CG(5), space).isfinite().all())
+
+
 @pytest.mark.parametrize("rows", [100, 1_000, 100_000])
 @pytest.mark.parametrize("features", [2, 8])
 def test_an_exact_direction_of_very_many_equal_rows(features: int, rows: int) -> None:

@@ -30,7 +30,8 @@ class Iterate(NamedTuple):
     Attributes:
         solution: in the shape of the right-hand side.
         lost: for each column whether rounding of W, if it was formed as a matrix, may have spoilt it; None for none.
-        stuck: for each column whether there was a residual but no first step, as where a product overflowed; likewise.
+        stuck: for each column whether it took no step, or its first alone, because a product overflowed or rounding
+            turned the others uphill; None for none.
     """
 
     solution: Tensor
@@ -83,6 +84,8 @@ class _Iteration:
         out: Tensor | None,
         bounds: Bounds | None,
     ) -> None:
+        if not isinstance(damping, Tensor):
+            damping = max(damping, torch.finfo(B.dtype).tiny)  # so that 1/λ is finite
         self.multiply, self.damping, self.iterations = multiply, damping, iterations
         self.diagonal, self.epsilon = diagonal, device.product_rounding(B)
         self.spare = torch.empty_like(B) if bounds is not None or not is_transformed(B) else None
@@ -128,17 +131,19 @@ class _Iteration:
         self._count()
 
     def end(self) -> Iterate:
-        """The solution, replaced by its first step where rounding turned it uphill."""
+        """The solution, replaced by its first step where rounding turned it uphill or made it overflow."""
         if self.watch is None:
             return Iterate(self.solution.mul_(self.scale))
+        lost, stuck = self.watch.lost(), self.watch.stuck
         if len(self.steps) > 1:
-            uphill = self._inner(self.solution, self.dual_first) < 0
+            slope, (length, squared) = self._inner(self.solution, self.dual_first), self.steps[0]
+            uphill = (slope < 0) | (slope.isnan() & squared.isfinite())
             if not self.can_look or uphill.any():
-                self.solution.copy_(torch.where(uphill, self.steps[0][0] * self.first, self.solution))
-        lost = self.watch.lost()
+                self.solution.copy_(torch.where(uphill, length * self.first, self.solution))
+                lost, stuck = uphill if lost is None else lost | uphill, stuck | uphill
         if self.can_look and lost is not None and not lost.any():
             lost = None
-        return Iterate(self.solution.mul_(self.scale), lost, self.watch.stuck)
+        return Iterate(self.solution.mul_(self.scale), lost, stuck)
 
     def _calm(self, bounds: Bounds | None) -> Calm | None:
         """What to ask before columns are watched; None where they are from the beginning."""

@@ -65,11 +65,12 @@ def find(M: Tensor, space: str) -> Basis | None:
 
 
 def is_level(M: Tensor) -> bool:
-    """Whether rows of A (columns, for S) are of similar size, or zero.
+    """Whether rows of A (columns, for S) are of similar size, or zero, and none overflows.
 
     Eigenvectors are accurate to the rounding of the largest row, products with K or S to that of each. Where G touches
     small rows alone, all of D would be within the rounding of others.
     """
     diagonal = M.diagonal(dim1=-2, dim2=-1)
     least = diagonal.where(diagonal > 0, torch.inf).amin()
-    return bool(diagonal.amax() * torch.finfo(M.dtype).eps ** 0.5 <= least)
+    largest = diagonal.amax()
+    return bool((largest * torch.finfo(M.dtype).eps ** 0.5 <= least) & (largest < torch.inf))

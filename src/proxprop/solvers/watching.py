@@ -92,7 +92,7 @@ class Calm:
         self.stop = 2 * (ROUNDING * epsilon) ** 2 * condition
         self.noise = 2 * NEAR * epsilon * bounds.entry
         self.norms = inner(first, first) if sample else None
-        self.can_be = sample or SPOILT * epsilon * condition < 1
+        self.can_be = self.stop < 1 and (sample or SPOILT * epsilon * condition < 1)
 
     def holds(self, squared: Tensor, growing: int) -> bool:
         """Look at a residual.
@@ -101,13 +101,15 @@ class Calm:
             squared: its square.
             growing: number of steps in which its part along the first one can grow; 0 if it is orthogonalised.
         """
+        if not self.can_be:
+            return False
         margin = squared
         if squared is not self.squared:
             harmless = (self.epsilon / HARMLESS) ** (1 / growing) if growing else 0.0
             margin = torch.sub(squared, self.squared, alpha=max(self.stop, harmless))
         if self.norms is not None:
             margin = torch.sub(margin, self.norms, alpha=self.noise)
-        return self.can_be and float(margin.amin()) >= 0
+        return float(margin.amin()) >= 0
 
 
 class Watch:
