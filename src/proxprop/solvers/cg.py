@@ -154,7 +154,7 @@ class CG(Solver):
             there = overflowed[:, None, None]
             value, lost = self._with_matrix(M.masked_fill(there, 0.0), B, damping, space)
             return Solution(value.masked_fill(there, torch.nan), _either(overflowed, lost))
-        unit = 1.0 if SAFE[0] < largest < SAFE[1] else power_of_two(largest)
+        unit = 1.0 if SAFE[0] < largest < SAFE[1] else power_of_two(largest, B.dtype)
         W, diagonal = (M, diagonal) if unit == 1.0 else (M / unit, diagonal / unit)
         bounds = Bounds(largest / unit, largest / unit * M.shape[-1])
         if B.is_contiguous() and B.numel() <= tuning.CPU_COLUMNS_MOST_NUMBERS:
@@ -181,7 +181,7 @@ class CG(Solver):
     def _in_eigenbasis(self, basis: eigenbasis.Basis, B: Tensor, damping: float) -> Solution:
         """The iterate in a basis in which the matrix is diagonal, `[groups, size, outputs]`."""
         largest = max(float(basis.values.amax()), damping)
-        unit = power_of_two(largest)
+        unit = power_of_two(largest, B.dtype)
         values = basis.values.unsqueeze(-2) / unit
         row = basis.noisy.unsqueeze(-2) / unit if basis.noisy is not None else None
         bounds = Bounds(largest / unit if row is None else float(row.amax()), largest / unit)
@@ -234,6 +234,7 @@ def _either(overflowed: Tensor, lost: Tensor | None) -> Tensor:
     return overflowed if lost is None else overflowed | lost
 
 
-def power_of_two(size: float) -> float:
-    """The least power of two above `size`; 1 where that is not finite."""
-    return 2.0 ** math.frexp(size)[1] if math.isfinite(size) else 1.0
+def power_of_two(size: float, dtype: torch.dtype) -> float:
+    """The least power of two above `size`, but none that is near the largest number; 1 where `size` is not finite."""
+    most = math.frexp(torch.finfo(dtype).max)[1] - 2
+    return 2.0 ** min(math.frexp(size)[1], most) if math.isfinite(size) else 1.0
