@@ -29,7 +29,6 @@ def row(outcomes: Outcomes, arguments: list[str], tried: str) -> dict[str, objec
         "command": " ".join(["pytest", "-m", "'not slow'", *arguments]),
         **{outcome: outcomes.counts[outcome] for outcome in ("passed", "failed", "skipped")},
         "failures": outcomes.failures,
-        "mended": "",  # by hand: the commit at which what failed was run again, and passed
     }
 
 

@@ -145,7 +145,7 @@ def costs() -> dict[str, str]:
 def versions() -> dict[str, str]:
     """The Pythons and torches that the tests were run on, and how they ended."""
     tried = json.loads((RESULTS / "versions.json").read_text())["rows"]
-    columns = ("python", "torch", "commit", "passed", "failed", "skipped", "mended")
+    columns = ("python", "torch", "commit", "passed", "failed", "skipped")
     lines = [
         [f"{row[name]:,}" if isinstance(row[name], int) else row[name] for name in columns] for row in tried
     ]
