@@ -41,6 +41,12 @@ INTRODUCTION = """# Steps that can't blow up
 rate and `CG(3)` at fifty times ([reproduction](reproduction.md)). One line bounds what the optimizer does:
 
 ```python
+import proxprop
+import torch
+from torch import nn
+
+model = proxprop.convert(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
+optimizer = torch.optim.SGD(model.parameters(), lr=50.0, momentum=0.95, nesterov=True)
 bounded = proxprop.bound(optimizer)  # after convert, attach or wrap; on plain models too
 ```
 
