@@ -14,12 +14,11 @@ from proxprop import Exact, tuning
 from proxprop.solvers import FEATURE, ProductSolve
 from proxprop.solvers.block_cholesky import BlockFactorization
 from proxprop.solvers.cholesky import (
-    DOUBTFUL,
     LEAST_PIVOT,
-    LEAST_SIZE,
     Factorization,
     LapackFactorization,
     backend,
+    doubtful_share,
     factorize,
     least_share,
 )
@@ -101,7 +100,7 @@ def test_one_rule_for_failure(factorization: Make, outputs: int, place: int, ent
 @FACTORIZATIONS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("place", [1, 45])
-@pytest.mark.parametrize("share", [0.25, 4.0, 4.0 * DOUBTFUL])
+@pytest.mark.parametrize("share", [0.25, 4.0, 100.0])
 def test_a_pivot_has_to_be_more_than_rounding_of_its_diagonal_entry(
     factorization: Make, dtype: torch.dtype, place: int, share: float
 ) -> None:
@@ -110,14 +109,16 @@ def test_a_pivot_has_to_be_more_than_rounding_of_its_diagonal_entry(
     A CPU flags a doubtful pivot too, and keeps the factor; only tests factorise by blocks on a CPU.
     """
     M, B = torch.eye(50, dtype=dtype)[None], torch.ones(1, 50, 1, dtype=dtype)
-    pivot = share * LEAST_PIVOT * torch.finfo(dtype).eps * LEAST_SIZE**0.5
+    pivot = share * LEAST_PIVOT * torch.finfo(dtype).eps * 50**0.5
     assert least_share(M) == pytest.approx(pivot / share)
+    doubtful = doubtful_share(M) / least_share(M)
+    assert 4.0 < doubtful < 100.0
     M[0, place, place - 1] = M[0, place - 1, place] = (1 - pivot) ** 0.5
     for scale in (1e-12, 1.0, 1e12):
         found = factorization(M * scale, 1e-30)
-        assert found.failed.tolist() == [share < DOUBTFUL]
+        assert found.failed.tolist() == [share < doubtful]
         substituted = relative_error(found.solve(B), B / (50 * scale)) < 1e-3
-        assert substituted == (share < (1 if factorization is LapackFactorization else DOUBTFUL))
+        assert substituted == (share < (1 if factorization is LapackFactorization else doubtful))
 
 
 def test_a_failure_in_one_group_leaves_the_others_alone() -> None:

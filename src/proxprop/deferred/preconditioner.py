@@ -337,7 +337,7 @@ class RowSolve:
         """
         factorization = factorize_whole(self.transfer.sample_gram(), damping)
         R, failed = factorization.inverse_factor(), factorization.failed
-        broken = failed[:, None, None]
+        broken = factorization.broken[:, None, None]
         shrink = torch.where(broken, R[:, :1, :1].square() * damping, 1.0)  # R is I/√(λ + trace K) there
         R = torch.where(broken, 0.0, R)
         X = R.mT @ (R @ self._image(B))

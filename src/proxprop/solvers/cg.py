@@ -226,7 +226,7 @@ SAFE = 2.0**-30, 2.0**30
 
 def _for_groups(columns: Tensor | None) -> Tensor | None:
     """Whether a column of each group is flagged, `[groups]`; None for none."""
-    return columns.flatten(1).any(-1) if columns is not None else None
+    return columns.any(-1).any(-1) if columns is not None else None
 
 
 def _either(overflowed: Tensor, lost: Tensor | None) -> Tensor:

@@ -22,24 +22,26 @@ from proxprop.solvers.triangular import inverse_of_product, inverse_of_triangle
 LEAST_PIVOT = 4
 """A pivot must be larger than its diagonal entry times this multiple of `ε√size`."""
 
-LEAST_SIZE = LONGEST_SUM
-"""Smaller matrices count as this large, because their entries are sums of so many numbers that round too."""
-
 DOUBTFUL = 8
-"""A CPU, which can solve again in float64, flags pivots up to this multiple of the least one.
+"""A CPU, which can solve again in float64, flags pivots up to this multiple of the least one, and keeps their factor.
 
 Rows that are equal round in the same direction, so their sums are off by more than the least pivot allows for.
 """
+
+DOUBTED_SIZE = LONGEST_SUM
+"""Smaller matrices are doubted as if they were this large: their entries are sums of so many numbers that round too."""
 
 
 class Factorization(ABC):
     """A factorised `λI + M`.
 
     Attributes:
-        failed: for each group whether the factorisation failed, `[groups]`; it stays on the device.
+        failed: for each group whether the factorisation failed or is doubtful, `[groups]`; it stays on the device.
+        broken: for each group whether it failed, so that its factor was replaced.
     """
 
     failed: Tensor
+    broken: Tensor
 
     @abstractmethod
     def solve(self, B: Tensor) -> Tensor:
@@ -102,7 +104,12 @@ def divisor(bound: Tensor) -> Tensor:
 
 def least_share(M: Tensor) -> float:
     """The smallest share of its diagonal entry that a pivot may be."""
-    return float(LEAST_PIVOT * torch.finfo(M.dtype).eps * max(M.shape[-1], LEAST_SIZE) ** 0.5)
+    return float(LEAST_PIVOT * torch.finfo(M.dtype).eps * M.shape[-1] ** 0.5)
+
+
+def doubtful_share(M: Tensor) -> float:
+    """The share of its diagonal entry up to which a CPU flags a pivot."""
+    return float(least_share(M) * DOUBTFUL * max(1.0, DOUBTED_SIZE / max(1, M.shape[-1])) ** 0.5)
 
 
 def _clearly_sound(roots: Tensor, diagonal: Tensor, info: Tensor) -> bool:
@@ -115,7 +122,7 @@ def _clearly_sound(roots: Tensor, diagonal: Tensor, info: Tensor) -> bool:
     """
     if diagonal.numel() == 0 or info.any():
         return False
-    return float(roots.amin()) ** 2 > float(diagonal.amax()) * DOUBTFUL * least_share(diagonal)
+    return float(roots.amin()) ** 2 > float(diagonal.amax()) * doubtful_share(diagonal)
 
 
 class LapackFactorization(TriangularFactorization):
@@ -127,15 +134,16 @@ class LapackFactorization(TriangularFactorization):
         roots = self.L.diagonal(dim1=-2, dim2=-1)
         on_cpu = M.device.type == "cpu"
         if on_cpu and not is_transformed(M) and _clearly_sound(roots, diagonal, info):
-            self.failed = info.bool()
+            self.failed = self.broken = info.bool()
             return
-        shares, least = roots.square() / diagonal, least_share(M)
-        sound = (shares > least).all(-1) & (info == 0)
+        shares = roots.square() / diagonal
+        sound = (shares > least_share(M)).all(-1) & (info == 0)
         bound = (diagonal - damping).sum(-1).add_(damping)
         identity = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
         self.L = torch.where(sound.view(-1, 1, 1), self.L, identity * divisor(bound).sqrt().view(-1, 1, 1))
-        good = sound & (shares > DOUBTFUL * least).all(-1) if on_cpu else sound
-        self.failed = (good | bound.isnan()).logical_not()
+        self.failed = self.broken = (sound | bound.isnan()).logical_not()
+        if on_cpu:
+            self.failed = self.broken | (shares <= doubtful_share(M)).any(-1)
 
     def solve(self, B: Tensor) -> Tensor:
         """Two triangular solves.
@@ -177,6 +185,7 @@ class TritonFactorization(TriangularFactorization):
 
         self.size = M.shape[-1]
         self.padded, self.failed = cholesky.inverse_factor(M, damping, least_share(M))
+        self.broken = self.failed
 
     def inverse_factor(self) -> Tensor:
         """Without the padding."""
