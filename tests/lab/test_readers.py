@@ -222,6 +222,8 @@ WRONG = [
         "test_labels should be 0 to",
     ),
     (GOOD | {"inputs": np.full((7, 2), np.nan)}, "inputs should be finite"),
+    (GOOD | {"inputs": np.full((7, 2), 1j)}, "inputs should be real numbers but are torch.complex128"),
+    (GOOD | {"labels": np.arange(7) * 1j}, "labels should be integers"),
     (GOOD | {"inputs": np.array([{}] * 7, dtype=object)}, "is not a readable .npz of plain numbers"),
     (
         GOOD | {"test_inputs": np.zeros((2, 3)), "test_labels": np.zeros(2, int)},

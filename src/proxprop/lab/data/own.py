@@ -77,7 +77,8 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 
 def _checked(tensors: dict[str, Tensor], path: Path, part: str) -> dict[str, Tensor]:
     inputs, labels = tensors[f"{part}inputs"], tensors[f"{part}labels"]
-    if labels.ndim != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
+    whole = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
+    if labels.ndim != 1 or not whole:
         raise Refused(
             f"{path}: {part}labels should be integers [samples] but are {labels.dtype} {list(labels.shape)}"
         )
@@ -86,6 +87,8 @@ def _checked(tensors: dict[str, Tensor], path: Path, part: str) -> dict[str, Ten
             f"{path}: {part}inputs should be [samples, ...] with {len(labels)} samples, at least one, "
             f"but are {list(inputs.shape)}"
         )
+    if inputs.is_complex():
+        raise Refused(f"{path}: {part}inputs should be real numbers but are {inputs.dtype}")
     inputs, labels = inputs.float(), labels.long()
     if not bool(inputs.isfinite().all()):
         raise Refused(f"{path}: {part}inputs should be finite but hold NaN or infinity")
