@@ -51,6 +51,9 @@ def main(arguments: list[str]) -> int:
     os.chdir(ROOT)
     outcomes, tried = Outcomes(), commit()
     status = pytest.main(["-q", "-m", "not slow", "--deselect", ABOUT_IT, *arguments], plugins=[outcomes])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        print("the run did not end by itself, so nothing is recorded", file=sys.stderr)
+        return int(status)
     rows = json.loads(RECORD.read_text())["rows"] if RECORD.is_file() else []
     RECORD.write_text(json.dumps({"rows": merged(rows, row(outcomes, arguments, tried))}, indent=1) + "\n")
     return int(status)
