@@ -153,8 +153,8 @@ PATHS = {
         ((Calm, "holds", never),), ("digits-100", "mlp-500"), ("cg1", "cg3", "cg10"), way="cpu",
     ),
     "blocks-of-outputs": Path(
-        "conjugate gradients within a core's cache",
-        constant("CPU_BLOCK_BYTES", HUGE), methods=("cg3", "cg10"), way="cpu",
+        "save memory: conjugate gradients for some outputs at a time",
+        constant("CPU_BLOCK_BYTES", HUGE), ("mlp-500", "mlp-5000"), ("cg3",), way="cpu",
     ),
     "short-transforms": Path(
         "transform short rows by a product",

@@ -67,6 +67,9 @@ OFFSETS = torch.tensor([0, 2, 2, 5])
 
 CASES = [
     Case("transposed-1d", lambda: nn.ConvTranspose1d(2, 3, 3, stride=2, padding=1, output_padding=1), x(2, 2, 4), second(1)),
+    Case("transposed-2d-output-padding", lambda: nn.ConvTranspose2d(2, 3, (3, 2), stride=(1, 3), dilation=2, padding=(0, 1), output_padding=(1, 2)), x(2, 2, 3, 2), second(1)),
+    Case("transposed-1d-one-position", lambda: nn.ConvTranspose1d(3, 9, 3, padding=3, groups=3, bias=False), x(1, 3, 5), second(3)),
+    Case("transposed-1d-output-padding", lambda: nn.ConvTranspose1d(2, 3, 2, dilation=3, padding=1, output_padding=2), x(2, 2, 4), second(1)),
     Case("transposed-2d", lambda: nn.ConvTranspose2d(2, 3, (2, 3), stride=(1, 2), dilation=(2, 1)), x(2, 2, 3, 2), second(1)),
     Case("transposed-2d-groups", lambda: nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2, bias=False), x(2, 4, 2, 3), second(2)),
     Case("transposed-2d-wide-padding", lambda: nn.ConvTranspose2d(1, 2, 2, padding=2), x(2, 1, 5, 5), second(1)),

@@ -348,6 +348,14 @@ def test_convert_tells_the_log_what_was_left_and_why(caplog: pytest.LogCaptureFi
     assert record.getMessage() == "converted layers: 1; left explicit: 0 (no Linear), 2 (the last layer)"
 
 
+def test_a_lazy_layer_beside_others_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    proxprop.convert(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3), nn.Linear(3, 2)))
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "convert left explicit: 0 (the shape of its lazy layers is not known yet"
+    )
+
+
 def test_a_forward_replaced_on_the_instance_is_left_alone() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
     model[0].forward = lambda input: input

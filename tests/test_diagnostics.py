@@ -41,6 +41,24 @@ def test_exact_leaves_no_residual_and_cg_less_with_every_step(scaling, space) ->
     assert worst[0] > worst[1] > worst[2]
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_tables_are_measured_by_the_entries_they_looked_up(kind, padding, sparse: bool) -> None:
+    torch.manual_seed(0)
+    table = proxprop.convert(
+        nn.Sequential(kind(6, 3, padding_idx=padding, sparse=sparse)).double(),
+        Exact(),
+        module_types=[kind],
+        include_last=True,
+    )
+    with observe(table) as reports:
+        table(torch.tensor([[0, 2, 2], [4, 2, 0]])).square().sum().backward()
+    (report,) = reports["0"]
+    assert float(report.residual.max()) < 1e-12
+    assert 0 < float(report.cosine) < 1
+
+
 def test_report_tells_space_shape_and_angle() -> None:
     with observe(net := model(CG(2), space="feature")) as reports:
         run(net)

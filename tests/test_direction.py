@@ -91,7 +91,9 @@ def test_constructor_takes_torchs_arguments_and_ours() -> None:
     assert isinstance(layer, nn.Conv2d)
     assert (layer.solver, layer.tau_theta, layer.stride, layer.bias) == (Exact(), 0.1, (2, 2), None)
     assert layer.weight.dtype == torch.float64
-    assert "solver=Exact(), tau_theta=0.1" in repr(layer)
+    assert "solver=Exact(), tau_theta=0.1)" in repr(layer)
+    layer.scaling, layer.space = "gradient", "feature"
+    assert "tau_theta=0.1, scaling='gradient', space='feature')" in repr(layer)
 
 
 def test_settings_of_a_layer_can_be_changed_and_are_checked() -> None:

@@ -93,7 +93,7 @@ def test_direction_of_every_kind_equals_dense_oracle(case: Case, solver: Solver,
     plain, inputs = fresh(case), case.inputs()
     G = randn(*copy.deepcopy(plain)(*inputs).shape, seed=4)
     expected = oracle(copy.deepcopy(plain), inputs, G, solver, 0.7, owners=case.owners)
-    for space in (s for s in TABLE[type(plain)].spaces if s in solver.spaces):
+    for space in (None, *(s for s in TABLE[type(plain)].spaces if s in solver.spaces)):
         found = directions(plain, inputs, G, solver, space, dtype_of(precision))
         assert_close(found, expected, PRECISIONS[precision])
 

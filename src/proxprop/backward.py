@@ -109,14 +109,12 @@ class Task:
             return None
         if not (self.call.kind.capturable and self.settings.solver.capturable):
             return None
-        question = self.call, self.settings, *shapes
-        return found.solve(question, lambda given: self._unmultiplied(given, shapes), [*saved, G])
 
-    def _unmultiplied(self, tensors: Sequence[Tensor], shapes: Shapes) -> Solved:
-        """Solve for the saved tensors and G, but leave a large last product for later."""
-        *saved, G = tensors
-        direction = self._solve(*self.transfer(saved, G, shapes), unmultiplied=True)
-        return Solved(direction.products, direction.failed)
+        def solved(given: Sequence[Tensor]) -> Solved:
+            direction = self._solve(*self.transfer(given[:-1], given[-1], shapes), unmultiplied=True)
+            return Solved(direction.products, direction.failed)
+
+        return found.solve((self.call, self.settings, *shapes), solved, [*saved, G])
 
 
 class Proximal(torch.autograd.Function):
@@ -128,14 +126,17 @@ class Proximal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, task: Task, *tensors: Tensor | None) -> Tensor:
-        """Save the layer's inputs, as BackProp does, and the parameters' shapes.
+        """Save the layer's inputs, as BackProp does, and shapes and precisions of its parameters and its output.
 
         With a `setup_context` of its own, torch would look up and bind this signature in every call.
 
         Returns:
             The output, detached so that an in-place activation may follow.
         """
-        save(ctx, output, task, tensors)
+        ctx.task, ctx.output = task, (output.shape, output.dtype)
+        ctx.save_for_backward(*tensors[: task.inputs])
+        parameters = tensors[task.inputs : task.inputs + task.parameters]
+        ctx.parameters = [(p.shape, p.dtype) if p is not None else None for p in parameters]
         return output.detach()
 
     @staticmethod
@@ -147,28 +148,15 @@ class Proximal(torch.autograd.Function):
             saved = ctx.saved_tensors
             if task.side is not None:
                 task.side.hold(G, *saved)
-            D = in_own_precision(ctx, task.direction(saved, G, trained_shapes(ctx)))
+            found = task.direction(saved, G, trained_shapes(ctx))
+        D = [cast(d, p[1]) if d is not None else None for d, p in zip(found, ctx.parameters, strict=True)]
         return (G, None, *[None] * task.inputs, *D)
-
-
-def save(ctx: Any, output: Tensor, task: Task, tensors: Sequence[Tensor | None]) -> None:
-    """Save what backward needs: the layer's inputs, and shapes and precisions of its parameters and its output."""
-    ctx.task = task
-    ctx.save_for_backward(*tensors[: task.inputs])
-    parameters = tensors[task.inputs : task.inputs + task.parameters]
-    ctx.parameters = [(p.shape, p.dtype) if p is not None else None for p in parameters]
-    ctx.output = output.shape, output.dtype
 
 
 def trained_shapes(ctx: Any) -> Shapes:
     """The shapes of a node's parameters; None for one that gets no gradient in this backward pass."""
     trained = ctx.needs_input_grad[2 + ctx.task.inputs :][: ctx.task.parameters]
     return [p[0] if t else None for p, t in zip(ctx.parameters, trained, strict=True)]
-
-
-def in_own_precision(ctx: Any, found: Parameters) -> list[Tensor | None]:
-    """Directions of a node's parameters, each cast to the precision of its parameter."""
-    return [cast(d, p[1]) if d is not None else None for d, p in zip(found, ctx.parameters, strict=True)]
 
 
 def prepare_early(ctx: Any) -> None:

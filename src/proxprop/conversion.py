@@ -11,8 +11,16 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
-from proxprop.nn import QUANTIZED as QUANTIZED_MODULES
-from proxprop.nn import ProximalLayer, by_default, is_product, known, known_base, proximal_class, stands_for
+from proxprop.nn import (
+    ProximalLayer,
+    by_default,
+    is_product,
+    is_quantized,
+    known,
+    known_base,
+    proximal_class,
+    stands_for,
+)
 from proxprop.nn.layer import COMPUTED, check_real
 from proxprop.settings import Scaling, Settings, Space
 from proxprop.solvers import CG, Solver
@@ -100,9 +108,8 @@ def convert(
         proximal_class(plain_class(module)).check(settings)
         check_real(module, name or type(module).__name__)
     for name, module in selected:
-        module.__class__ = proximal_class(plain_class(module))
-        assert isinstance(module, ProximalLayer)
-        module._adopt(settings, name or type(module).plain.__name__)
+        proximal = proximal_class(plain_class(module))
+        proximal._convert(module, settings, name or proximal.plain.__name__)
     _tell(model, len(selected), last, excluded, wanted)
     return model
 
@@ -164,11 +171,6 @@ PARAMETRIZED = (
 )
 
 
-def quantized(kind: type) -> bool:
-    """Whether a class is one of torch's quantisation-aware ones."""
-    return kind.__module__.startswith(QUANTIZED_MODULES)
-
-
 def refusal(module: nn.Module) -> str:
     """Why a module can't be converted although its class can; empty if it can."""
     if "forward" in vars(module):
@@ -190,7 +192,7 @@ def obstacle(module: nn.Module) -> str:
         return LAZY
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
         return "recurrent: its output is not linear in its weights"
-    if quantized(kind):
+    if is_quantized(kind):
         return QUANTIZED
     if kind is NonDynamicallyQuantizableLinear:
         return "a part of MultiheadAttention, which is converted as a whole"
@@ -268,7 +270,7 @@ def _wanted(types: Iterable[type[nn.Module]] | str | None) -> _Wanted:
     for kind in classes:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
             raise TypeError(f"module_types should hold module classes such as nn.Linear but holds {kind!r}")
-        if quantized(kind):
+        if is_quantized(kind):
             raise ValueError(
                 f"module_types holds {kind.__module__}.{kind.__name__}, which is quantized: {QUANTIZED}"
             )

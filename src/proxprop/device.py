@@ -5,7 +5,7 @@ graph, under a dispatch mode) is a function here.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from proxprop.torch_internals import dispatch_modes
+from proxprop.torch_internals import dispatch_modes, is_batched_or_differentiated
 from proxprop.tuning import FAST_BFLOAT16
 
 TF32_ROUNDING = 2.0**-11
@@ -38,6 +38,13 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or dispatch_modes() > 0
 
 
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether operations on a tensor are traced, batched or differentiated, and accept no output to write to."""
+    if type(tensor) is not Tensor or is_traced():
+        return True
+    return is_batched_or_differentiated(tensor) or (tensor.requires_grad and torch.is_grad_enabled())
+
+
 def use_fp16_products(array: Tensor) -> bool:
     """Whether to multiply this array in float16: Triton kernels can take it, and sums are float32."""
     return use_triton(array) and not torch.backends.cuda.matmul.allow_fp16_accumulation
@@ -48,14 +55,9 @@ def fp16_terms() -> int:
     return 1 if tf32_allowed() or _coarse.get() else 3
 
 
-@contextmanager
-def coarse_numbers() -> Iterator[None]:
+def coarse_numbers() -> AbstractContextManager[None]:
     """Declare that inputs have no more bits than one float16 term, within this context."""
-    before = _coarse.set(True)
-    try:
-        yield
-    finally:
-        _coarse.reset(before)
+    return _switched_on(_coarse)
 
 
 @contextmanager
@@ -93,14 +95,18 @@ def is_captured(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-@contextmanager
-def as_if_captured() -> Iterator[None]:
+def as_if_captured() -> AbstractContextManager[None]:
     """Choose operations as in a CUDA graph within this context, to warm up for a capture."""
-    before = _captured.set(True)
+    return _switched_on(_captured)
+
+
+@contextmanager
+def _switched_on(flag: ContextVar[bool]) -> Iterator[None]:
+    before = flag.set(True)
     try:
         yield
     finally:
-        _captured.reset(before)
+        flag.reset(before)
 
 
 def precision_settings() -> tuple[object, ...]:

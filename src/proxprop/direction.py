@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from proxprop.device import is_transformed
 from proxprop.settings import Settings
 from proxprop.solvers import (
     DIAGONAL,
@@ -18,7 +19,6 @@ from proxprop.solvers import (
     choose_plan,
 )
 from proxprop.solvers.matmul import PendingProduct, wide
-from proxprop.solvers.memory import is_transformed
 from proxprop.solvers.plan import remembered_plan
 from proxprop.solvers.rotation import always_rotates, mean_dominates
 from proxprop.transfer import LinearTransfer, Parameters, Products, Transfer
@@ -59,7 +59,7 @@ def planned(transfer: Transfer, settings: Settings) -> Plan:
 
 
 def most_precise(transfer: Transfer, settings: Settings) -> Settings:
-    """The settings under which rounding costs least: without K and S, where the solver can do without."""
+    """The settings under which rounding costs least: without K and S, where the solver does not need them."""
     possible = MATRIX_FREE in settings.solver.spaces and MATRIX_FREE in transfer.spaces
     return replace(settings, space="matrix_free") if possible else settings
 

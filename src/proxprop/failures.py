@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from proxprop.solvers.memory import is_transformed
+from proxprop.device import is_transformed
 
 LOOKED_AT = 32
-"""On a GPU the outcome of one in this many solves of a layer is looked at, starting with the first."""
+"""A GPU checks one in this many solves of a layer, starting with the first."""
 
 
 @dataclass

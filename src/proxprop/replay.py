@@ -239,7 +239,7 @@ class GraphCapture:
 
 
 BEGIN_WITH = 0.45, 0.6, 0.75
-"""Sizes of that array, as shares of the memory that the first solve takes without it."""
+"""Sizes of the array that a pool begins with, as shares of the memory that the first solve takes without it."""
 
 
 @cache

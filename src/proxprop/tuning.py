@@ -1,14 +1,14 @@
 """Tuned constants: what each limits, and the record under `results/bench/` it was tuned by.
 
-None of them changes an answer. They choose between ways of computing the same numbers.
-They are integers, because `torch.compile(dynamic=True)` turns a float into an input of the graph that reads it first,
-and fails when the backward of another layer reads it too.
+Those without a record say that they were not tuned. None of them changes an answer. They choose between ways of
+computing the same numbers. They are integers, because `torch.compile(dynamic=True)` turns a float into an input of the
+graph that reads it first, and fails when the backward of another layer reads it too.
 """
 
 # Products of matrices (`solvers/matmul.py`)
 
 FAST_BFLOAT16 = ((8, 0), (9, 0), (10, 0), (10, 3))
-"""Compute capabilities with at least fifteen times as many FLOPs in bfloat16 as in float32 (h200.json)."""
+"""Compute capabilities with 15 or more times as many FLOPs in bfloat16 as in float32; 9.0 was tried (h200.json)."""
 
 TERMS_LEAST_FLOPS = 5 * 10**8
 """Fewest FLOPs of a product in bfloat16 terms; launches bound smaller products (h200.json)."""
@@ -37,13 +37,13 @@ HUGE_PAGE_LEAST_BYTES = 2**25
 # Conjugate gradients (`solvers/cg.py`, `solvers/eigenbasis.py`)
 
 CPU_BLOCK_BYTES = 6 * 2**20
-"""Most bytes of the arrays that a CPU works on at a time (cpu.json)."""
+"""Most bytes of the arrays that a CPU works on at a time, to save memory (cpu.json)."""
 
 CPU_BLOCK_LEAST_OUTPUTS = 512
 """Fewest outputs that a CPU works on at a time; smaller blocks re-read K too often (cpu.json)."""
 
 CPU_COLUMNS_MOST_NUMBERS = 2**15
-"""Most numbers of a right-hand side that a CPU does not transpose; torch does not share out so few among cores."""
+"""Most numbers of a right-hand side that a CPU does not transpose. Not tuned: torch computes so few on one core."""
 
 EIGENBASIS_COLUMNS = 1300, 5
 """Eigenvectors of a matrix take two cores as long as its product with 1300 + 5·size columns (cpu.json)."""
@@ -69,13 +69,13 @@ CHOLESKY_UNIT = 32
 """Rows in a block are a multiple of this number, as tensor cores prefer (h200.json)."""
 
 TRIANGLE_MOST_ROWS = 512
-"""Most rows of the blocks that are inverted by substitution when a triangle is inverted by halves (not tuned)."""
+"""Most rows of the blocks that are inverted by substitution when a triangle is inverted by halves. Not tuned."""
 
 INVERTED_TOGETHER_MOST_ROWS = 1024
-"""Most rows of averages that are inverted together, so that few large ones are held at a time (not tuned)."""
+"""Most rows of averages that are inverted together, so that few large ones are held at a time. Not tuned."""
 
 TURNS_LEAST_FEATURES = 256
-"""Fewest features of an average with a turn of its own to be inverted; launches bound smaller ones (not tuned)."""
+"""Fewest features of an average that is inverted in a turn of its own; launches bound smaller ones. Not tuned."""
 
 # Solving on streams beside the backward pass (`side_streams.py`)
 
@@ -91,13 +91,13 @@ PREPARED_MOST_ROWS = 1024
 # Replaying solves in eager steps (`replay.py`)
 
 REPLAYED_AFTER = 4
-"""Eager solves of the same shapes before one is captured; a capture takes as long as a few solves (h200-ways.json)."""
+"""Eager solves of the same shapes before one is captured; a capture takes as long as a few solves. Not tuned."""
 
 REPLAYS = 256
-"""Most captured solves kept on a device; the least recently used one is dropped first (h200-ways.json)."""
+"""Most captured solves kept on a device; the least recently used one is dropped first. Not tuned."""
 
 REPLAYED_MOST_BYTES = 2**25
-"""Most bytes of the input and G of a captured solve; larger solves keep a GPU busy anyway (h200-ways.json)."""
+"""Most bytes of the input and G of a captured solve; larger solves keep a GPU busy anyway (h200-ways-mlp-fp32.json)."""
 
 # Convolutions (`transfer/conv.py`, `transfer/gram_*.py`)
 

@@ -38,7 +38,9 @@ def test_a_path_is_switched_off_by_names_that_exist(path) -> None:
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=list(PATHS))
 def test_a_path_is_measured_on_what_can_be_made(path) -> None:
-    for network, method, precision in path.cases():
+    cases = list(path.cases())
+    assert cases
+    for network, method, precision in cases:
         assert network in KNOWN
         assert method in SOLVERS
         assert precision in PRECISIONS

@@ -463,7 +463,7 @@ def test_any_order_of_events_keeps_s_in_step_with_the_gradient(events: list[str]
     layer = proxprop.nn.Linear(4, 3, solver=Exact(), dtype=torch.float64)
     optimizer, _ = still(layer)
     rows, solved = [], False
-    for number, event in enumerate(events):
+    for number, event in enumerate([*events, "zero in place", "backward", "step"]):
         if event == "backward":
             x, G = randn(2 + number % 3, 4, seed=number), randn(2 + number % 3, 3, seed=99 + number)
             layer(x).backward(G)

@@ -31,6 +31,7 @@ def test_models_take_the_step_of_an_independent_computation(case: ModelCase, sol
     plain = case.model()
     model = convert(case, copy.deepcopy(plain), solver)
     calls = captured(case, plain)
+    assert calls
     if case.module_types is not None:
         with pytest.warns(UserWarning, match="keeps BackProp's gradient: GraphConv has no Gram matrix"):
             optimizer = attached(model)

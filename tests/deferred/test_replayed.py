@@ -9,7 +9,7 @@ from cases import randn, relative_error
 from proxprop import CG, Exact, Running
 from proxprop.deferred import preconditioner, writer
 from proxprop.replay import Replays
-from test_replay import Recorder
+from replaying import Recorder
 
 RUNNING = Running(decay=0.8, update_every=2, invert_every=2)
 

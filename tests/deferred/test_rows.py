@@ -337,6 +337,17 @@ def test_s_can_be_looked_at() -> None:
     assert_same(grads(layer), from_s(layer, lambda each: run(each, calls)))
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
+@pytest.mark.parametrize("solver", [Exact(), CG(2)], ids=str)
+def test_a_layer_without_outputs_has_nothing_to_solve(solver) -> None:
+    layer = proxprop.nn.Linear(9, 0, solver=solver)
+    optimizer, handle = attached(layer)
+    layer(torch.ones(2, 9)).sum().backward()
+    assert kept(handle)
+    optimizer.step()
+    assert layer.weight.grad.shape == (0, 9)
+
+
 def test_where_s_is_needed_it_is_summed() -> None:
     layer = wide()
     _, handle = attached(layer, running=Running())

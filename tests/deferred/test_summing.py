@@ -259,6 +259,24 @@ def test_tied_weights_solve_the_sum(biases: str, solver: Solver) -> None:
         assert relative_error(layer.bias.grad, D[row_of_bias]) < 1e-9
 
 
+@works("Tied weights", mode="deferred")
+@pytest.mark.parametrize("sparse", [False, True])
+def test_tied_tables_sum_their_counts(sparse: bool) -> None:
+    torch.manual_seed(0)
+    index, others = torch.tensor([0, 2, 2, 4]), torch.tensor([2, 1])
+    one, two = (nn.Embedding(6, 3, sparse=sparse).double() for _ in range(2))
+    two.weight = one.weight
+    layer = converted(one, CG(1), tau_theta=0.7)
+    steps_of(layer, [((torch.cat([index, others]),), torch.ones(6, 3).double())])
+    model = proxprop.convert(
+        nn.ModuleList([one, two]), CG(1), 0.7, module_types=[nn.Embedding], include_last=True
+    )
+    optimizer = attached(model)
+    (model[0](index).sum() + model[1](others).sum()).backward()
+    optimizer.step()
+    assert relative_error(one.weight.grad.to_dense(), layer.weight.grad.to_dense()) < 1e-12
+
+
 @works("Activation checkpointing, reentrant and not", mode="deferred")
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_recomputed_forward_counts_once(use_reentrant: bool) -> None:

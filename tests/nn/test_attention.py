@@ -123,6 +123,24 @@ def test_attention_refuses_the_masks_that_torch_refuses(masks) -> None:
             module(x, x, x, **masks)
 
 
+def test_attention_refuses_other_calls_that_torch_refuses() -> None:
+    plain = nn.MultiheadAttention(6, 2, batch_first=True).double()
+    x = randn(3, 4, 6, seed=1)
+    for module in (plain, converted(plain, CG(1))):
+        with pytest.raises(RuntimeError, match=r"Need attn_mask if specifying the is_causal hint"):
+            module(x, x, x, is_causal=True)
+        with pytest.raises((RuntimeError, AssertionError)):
+            module(x, x[:2], x[:2])
+
+
+def test_attention_pads_the_keys_of_an_unbatched_call_as_torch_does() -> None:
+    plain = nn.MultiheadAttention(6, 2).double()
+    x, padding = randn(4, 6, seed=1), torch.tensor([False, False, True, False])
+    results = [m(x, x, x, key_padding_mask=padding) for m in (plain, converted(plain, CG(1)))]
+    for expected, found in zip(*results, strict=True):
+        assert relative_error(found, expected) < 1e-12
+
+
 def test_attention_trusts_the_causal_hint_as_torch_does() -> None:
     plain = nn.MultiheadAttention(6, 2, batch_first=True).double()
     x, other = randn(3, 4, 6, seed=1), torch.zeros(4, 4).bool()

@@ -59,7 +59,7 @@ def test_only_what_is_trained_is_solved_for(case: Case, frozen: str, solver: Sol
     plain.get_parameter(frozen).requires_grad_(False)
     G = randn(*copy.deepcopy(plain)(*inputs).shape, seed=4)
     expected = oracle(copy.deepcopy(plain), inputs, G, solver, 0.7, owners=case.owners)
-    for space in (s for s in TABLE[type(plain)].spaces if s in solver.spaces):
+    for space in (None, *(s for s in TABLE[type(plain)].spaces if s in solver.spaces)):
         layer = converted(plain, solver, tau_theta=0.7, space=space)
         layer(*inputs).backward(G)
         assert_directions(layer, expected)

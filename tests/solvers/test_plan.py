@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import proxprop
-from proxprop import CG, Exact
+from proxprop import CG, Exact, Solver
 from proxprop.direction import planned
 from proxprop.settings import Settings
 from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Sizes, choose_plan
@@ -160,6 +160,24 @@ def test_a_users_solver_need_not_be_hashable() -> None:
         layer(torch.eye(4)).sum().backward()
         directions.append(layer.weight.grad)
     assert torch.equal(*directions)
+
+
+def test_a_solver_names_the_space_that_it_lacks() -> None:
+    class Nowhere(Solver):
+        spaces = ()
+
+        def flops(self, sizes: Sizes, space: str) -> float:
+            return 0.0
+
+        def __repr__(self) -> str:
+            return "Nowhere()"
+
+    M, B = torch.eye(2)[None], torch.ones(1, 2, 1)
+    for solve, space in ((Nowhere().samples, "in sample space"), (Nowhere().features, "in feature space")):
+        with pytest.raises(NotImplementedError, match=rf"^Nowhere\(\) does not work {space}"):
+            solve(M, B, 1.0)
+    with pytest.raises(NotImplementedError, match=r"^Nowhere\(\) does not work matrix-free"):
+        Nowhere().matrix_free(lambda V: V, B, 1.0)
 
 
 def test_summary_of_a_plain_model_and_of_no_model() -> None:

@@ -109,16 +109,12 @@ def test_inputs_whose_squares_are_large_in_sample_space() -> None:
 
 @pytest.mark.parametrize("space", [SAMPLE, FEATURE])
 def test_an_exact_direction_of_equal_rows(space: str) -> None:
-    """In feature space rounding leaves a matrix that is singular; whatever is done then has to be said."""
+    """In feature space rounding leaves a matrix that is singular, so a CPU solves again in float64."""
     torch.manual_seed(0)
     of = system_of(torch.full((50, 64), 3.0), outputs=32, tau_theta=1e4)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        D = direction(of, Exact(), space)
+    D = direction(of, Exact(), space)
     assert_descends(D, of)
-    if not caught:
-        assert relative(D, of.exact) < 1e-2
-    assert all("not positive definite" in str(warning.message) for warning in caught)
+    assert relative(D, of.exact) < 1e-2
 
 
 @pytest.mark.parametrize("space", [SAMPLE, FEATURE])

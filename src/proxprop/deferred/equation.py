@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from proxprop.nn.layer import Part, ProximalLayer
-from proxprop.solvers import DIAGONAL
-from proxprop.transfer import Affine, Shapes, Transfer
+from proxprop.transfer import Affine, Layout, Shapes
 from proxprop.transfer.layouts import BlockLayout, JointLayout
 
 
@@ -61,14 +60,14 @@ class Equation:
         name: how messages call it.
         layer: the layer whose settings apply.
         blocks: the parameters' rows; None for a parameter that the layer does not have.
-        layout_of: makes a transfer without samples from the blocks' shapes.
+        layout_of: makes a layout from the blocks' shapes.
     """
 
     name: str
     layer: ProximalLayer
     blocks: tuple[Block | None, ...]
-    layout_of: Callable[[Shapes], Transfer]
-    _layout: tuple[Shapes, Transfer] | None = field(default=None, init=False, repr=False)
+    layout_of: Callable[[Shapes], Layout]
+    _layout: tuple[Shapes, Layout] | None = field(default=None, init=False, repr=False)
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -96,7 +95,7 @@ class Equation:
         return [block.shape if block is not None else None for block in self.trained_blocks]
 
     @property
-    def layout(self) -> Transfer:
+    def layout(self) -> Layout:
         """The equation's sizes and how parameters lie in it; kept until other blocks are trained."""
         shapes = self.shapes
         if self._layout is None or self._layout[0] != shapes:
@@ -112,7 +111,7 @@ class Equation:
 def equation_of(name: str, layer: ProximalLayer, part: Part, width: int | None = None) -> Equation:
     """The equation of one of a layer's parts; that of an only part may have its features in blocks of a width."""
     blocks = tuple(b and _rows(layer.get_parameter(b[0]), b[1]) for b in part.blocks)
-    layout_of = part.call.layout
+    layout_of: Callable[[Shapes], Layout] = part.call.layout
     if width is not None and len(layer._parts()) == 1:
         layout_of = partial(_in_blocks, part.call.layout, width)
     return Equation(name, layer, blocks, layout_of)
@@ -123,7 +122,7 @@ def _rows(parameter: nn.Parameter, rows: slice) -> Block:
     return Block(parameter, start, stop)
 
 
-def _in_blocks(layout_of: Callable[[Shapes], Transfer], width: int, shapes: Shapes) -> Transfer:
+def _in_blocks(layout_of: Callable[[Shapes], Layout], width: int, shapes: Shapes) -> Layout:
     """A layout with its features in blocks, where they are more than one block has."""
     layout = layout_of(shapes)
     coupled = isinstance(layout, Affine) and layout.sizes.features > width
@@ -182,8 +181,7 @@ def _cut_and_added(terms: Sequence[Term]) -> Iterator[Term]:
     for start, stop in pairwise(cuts):
         pairs = zip(terms, weights, strict=True)
         covering = [term for term, weight in pairs if weight.start <= start and stop <= weight.stop]
-        if covering:
-            yield _added(covering, start, stop)
+        yield _added(covering, start, stop)
 
 
 def _weight(equation: Equation) -> Block:
@@ -207,7 +205,7 @@ def _added(terms: Sequence[Term], start: int, stop: int) -> Term:
     for term, place in zip(terms, places, strict=True):
         _add(S, term.S, features, place)
 
-    def layout_of(shapes: Shapes) -> Transfer:
+    def layout_of(shapes: Shapes) -> Layout:
         return JointLayout(first.layout_of([shapes[0], None]), len(biases))
 
     equation = Equation(f"{first.name}[{start}:{stop}]", first.layer, (weight, *biases), layout_of)
@@ -239,8 +237,6 @@ def why_not_joint(one: Equation, other: Equation) -> str:
     same = same and getattr(mine, "transposed", None) == getattr(theirs, "transposed", None)
     if not same or _weight(one).parameter is not _weight(other).parameter:
         return "their parameters lie differently in the two systems"
-    if len(one.blocks) == 1 and DIAGONAL not in mine.spaces:
-        return "their systems are not about a weight and a bias"
     left, right = one.layer._settings, other.layer._settings
     if (left.solver, left.tau_theta, left.scaling) != (right.solver, right.tau_theta, right.scaling):
         return "the two have different settings"

@@ -41,9 +41,9 @@ from proxprop.transfer import (
     Affine,
     BilinearTransfer,
     ConvTransfer,
+    Layout,
     LinearTransfer,
     NormTransfer,
-    Transfer,
 )
 
 TOGETHER_BYTES = 64 * 2**20
@@ -345,7 +345,7 @@ class Piece(NamedTuple):
     gradient: Tensor | None
 
 
-Share = tuple[Sequence[Piece | None], Transfer, slice]
+Share = tuple[Sequence[Piece | None], Layout, slice]
 """What this rank solves of a system: its pieces, how they lie in the system, and the entries of a diagonal S."""
 
 

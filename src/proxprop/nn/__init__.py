@@ -40,9 +40,6 @@ WHEN_ASKED: tuple[type[ProximalLayer], ...] = (
 )  # fmt: skip
 """Beyond the paper. For most, S is diagonal or two by two, so a proximal step rescales more than it turns."""
 
-QUANTIZED = ("torch.ao.", "torchao.")
-"""Where torch's quantisation-aware classes are, which round their weights."""
-
 TABLE: dict[type[nn.Module], type[ProximalLayer]] = {
     layer.plain: layer for layer in (*BY_DEFAULT, *WHEN_ASKED)
 }
@@ -82,11 +79,16 @@ def stands_for(kind: type[nn.Module]) -> type[nn.Module] | None:
     base = known_base(kind)
     if base is None or base is kind:
         return base
-    if issubclass(kind, LazyModuleMixin | ProximalLayer) or kind.__module__.startswith(QUANTIZED):
+    if issubclass(kind, LazyModuleMixin | ProximalLayer) or is_quantized(kind):
         return None
     own = {name for between in kind.__mro__[: kind.__mro__.index(base)] for name in vars(between)}
     private = {name for name in dir(base) if name.startswith("_") and not name.startswith("__")}
     return base if own.isdisjoint(IN_A_CALL | private) else None
+
+
+def is_quantized(kind: type[nn.Module]) -> bool:
+    """Whether a class is one of torch's quantisation-aware ones, which round their weights."""
+    return kind.__module__.startswith(("torch.ao.", "torchao."))
 
 
 def known(kind: type[nn.Module]) -> type[ProximalLayer] | None:
@@ -116,8 +118,8 @@ def proximal_class(plain: type[nn.Module]) -> type[ProximalLayer]:
 def register(kind: type[nn.Module], *, transposed: bool = False) -> None:
     """Tell proxprop that a class of another library is a linear layer, so that `convert` takes it by default.
 
-    The class must have a `weight` and a `bias` (which may be None) and compute `x Wᵀ + b`; that it does is
-    checked on the first training call. It is then solved in whichever space is cheapest, like `nn.Linear`.
+    The class must have a `weight` and a `bias` (which may be None) and compute `x Wᵀ + b`; the first training call
+    checks that it does. It is then solved in whichever space is cheapest, like `nn.Linear`.
     `unregister` undoes it. Hugging Face's `Conv1D` is known without it.
 
     Args:

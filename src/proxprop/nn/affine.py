@@ -1,4 +1,4 @@
-"""What layers with a weight and perhaps a bias share: one forward for both modes."""
+"""The base of layers with a weight and perhaps a bias: one forward for both modes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -25,9 +25,9 @@ class AffineLayer(ProximalLayer):
         """The plain forward's output, with a direction attached to weight and bias, or S where that is deferred.
 
         Args:
-            function: what the plain forward computes, from inputs, weight and bias.
-            inputs: of the layer.
-            options: what else the plain forward takes.
+            function: computes the plain forward from inputs, weight and bias.
+            inputs: the layer's inputs.
+            options: further arguments of the plain forward.
         """
         if self._solves():
             seen = [self._cast(tensor) for tensor in inputs]

@@ -17,7 +17,7 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` whose projections receive their proximal directions.
 
     Each projection of each distinct input is a system of its own: one for self-attention's packed
-    `in_proj_weight`, one a slice where query, key and value differ, and one for `out_proj`.
+    `in_proj_weight`, one for each slice of it where query, key and value differ, and one for `out_proj`.
     """
 
     plain = nn.MultiheadAttention
@@ -34,13 +34,12 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention as torch's forward defines it; torch's own where there is nothing to train."""
-        masks = key_padding_mask, attn_mask
         if not self._solves() and not self._observed():
             options = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             return super().forward(query, key, value, *options)
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
-        batched = is_batched_attention((query, key, value), masks, self.num_heads)
+        batched = is_batched_attention((query, key, value), (key_padding_mask, attn_mask), self.num_heads)
         hinted = is_causal and key_padding_mask is None and not need_weights  # torch then trusts the hint
         q, k, v = (self._heads(x, batched) for x in self._project(query, key, value))
         if not batched and key_padding_mask is not None:
@@ -54,7 +53,8 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
             mixed = weights @ v
         else:
             mixed = functional.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=hinted)
-        output = self._project_out(self._joined(mixed, batched))
+        mixed, out = self._joined(mixed, batched), self.out_proj
+        output = self._linear(mixed, out.weight, out.bias, "out", owner=out)
         if not need_weights:
             return output, None
         weights = weights.mean(dim=1) if average_attn_weights else weights
@@ -81,9 +81,6 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
     def _packs(self) -> bool:
         """Whether query, key and value share one weight."""
         return cast(Tensor | None, self.q_proj_weight) is None
-
-    def _project_out(self, mixed: Tensor) -> Tensor:
-        return self._linear(mixed, self.out_proj.weight, self.out_proj.bias, "out", owner=self.out_proj)
 
     def _linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, part: str, owner: nn.Module | None = None
@@ -151,7 +148,7 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
 
     @classmethod
     def refusal(cls, module: Any) -> str:
-        """Two rarely used options are left to torch."""
+        """Layers with one of two rarely used options are refused."""
         if module.bias_k is not None or module.add_zero_attn:
             return "add_bias_kv and add_zero_attn are not supported"
         return ""

@@ -14,7 +14,7 @@ AnyConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 class ConvLayer(AffineLayer):
-    """What the convolutions share; mixed into torch's, whose attributes it reads."""
+    """Mixed into torch's convolutions, whose attributes it reads."""
 
     def forward(self, input: Tensor) -> Tensor:
         """torch's own forward."""
@@ -43,7 +43,7 @@ class Conv3d(ConvLayer, nn.Conv3d):
 
 
 class ConvTransposeLayer(AffineLayer):
-    """What the transposed convolutions share; mixed into torch's, whose attributes it reads."""
+    """Mixed into torch's transposed convolutions, whose attributes it reads."""
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """torch's own forward."""

@@ -33,7 +33,7 @@ class Embedding(ProximalLayer, nn.Embedding):
 
     @classmethod
     def refusal(cls, module: Any) -> str:
-        """Gradients divided by frequency are already another method."""
+        """Layers that divide gradients by frequency are refused: that is another method."""
         return "scale_grad_by_freq=True rescales its gradient already" if module.scale_grad_by_freq else ""
 
 
@@ -68,7 +68,7 @@ class EmbeddingBag(ProximalLayer, nn.EmbeddingBag):
 
     @classmethod
     def refusal(cls, module: Any) -> str:
-        """A maximum is not linear in the table; gradients divided by frequency are another method."""
+        """Bags with a maximum, which is not linear in the table, and gradients divided by frequency are refused."""
         if module.mode == "max":
             return "mode='max' is not linear in its parameters"
         return "scale_grad_by_freq=True rescales its gradient already" if module.scale_grad_by_freq else ""

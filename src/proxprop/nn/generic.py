@@ -46,7 +46,7 @@ class AnyLinearInParameters(ProximalLayer):
         return self._attach(output, call, tensors, parameters)
 
     def _check_once(self, plain: nn.Module, output: Any, args: Any, kwargs: Any) -> None:
-        """Check linearity on the first call with an output that is neither empty nor infinite nor NaN."""
+        """Check linearity on the first call whose output is finite and not empty."""
         if vars(self).get("_checked"):
             return
         telling = not isinstance(output, Tensor) or _tells(output)
@@ -73,7 +73,5 @@ def _tells(output: Tensor) -> bool:
 
 def _own_memory(output: Tensor, others: Sequence[Any]) -> Tensor:
     """The output, copied if it is a view of a parameter or an argument, which an in-place activation would change."""
-    if not isinstance(output, Tensor) or output.is_meta:
-        return output
     taken = {t.untyped_storage().data_ptr() for t in others if isinstance(t, Tensor)}
     return output.clone() if output.untyped_storage().data_ptr() in taken else output

@@ -1,4 +1,4 @@
-"""What all proximal layers share: their settings, and how a direction is attached to an output."""
+"""The base of all proximal layers: their settings, and how a direction is attached to an output."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from proxprop.compiled import CompiledTask, can_be_described
 from proxprop.distributed import check_layer, several_ranks
 from proxprop.failures import FailureWarner
 from proxprop.settings import Scaling, Settings, Space
-from proxprop.side_streams import SideSolve, pays, side_streams
+from proxprop.side_streams import pays, side_streams
 from proxprop.solvers import CG, SPACES, Plan, Solver
 from proxprop.solvers.plan import possible_spaces
 from proxprop.torch_internals import has_hooks
@@ -162,6 +162,12 @@ class ProximalLayer(nn.Module):
         state = cast(tuple[Any, ...], super().__reduce_ex__(2))[2]
         return _remake, (self.mixin, self.plain), state
 
+    @classmethod
+    def _convert(cls, module: nn.Module, settings: Settings, name: str) -> None:
+        """Make a module of the plain class, or of another class that stands for it, one of this class."""
+        module.__class__ = cls
+        cast(ProximalLayer, module)._adopt(settings, name)
+
     def _adopt(self, settings: Settings, name: str) -> None:
         """Take on settings; `name` is how messages call this layer."""
         self._settings, self._layer_name, self._failures = settings, name, FailureWarner()
@@ -256,7 +262,9 @@ class ProximalLayer(nn.Module):
     def _check(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
         """Raise unless the output is linear in what is trained and all tensors are real, dense and untransformed."""
         refuse_transforms(self._layer_name)
-        if not torch.compiler.is_compiling() and self._is_reparametrized():
+        if not torch.compiler.is_compiling() and (
+            "parametrizations" in self._modules or not COMPUTED.isdisjoint(vars(self))
+        ):
             raise RuntimeError(
                 f"{self._layer_name}: its weight is computed by a hook or a parametrization that was added after "
                 "convert, so its output is not linear in what is trained. Call proxprop.revert(model) before "
@@ -303,37 +311,26 @@ class ProximalLayer(nn.Module):
             parameters: None for one that the layer does not have.
             owner: the module they belong to, if it is not this one.
         """
-        if torch.compiler.is_compiling():
+        compiles = torch.compiler.is_compiling()
+        if compiles:
             # Dynamo makes a float an input of the graph that reads it first. The backward graphs of several layers
             # read this one, so it has to be read here, in the forward graph.
             assert self._settings.tau_theta > 0
         self._check(output, inputs)
         if not _some_train(parameters):
             return output
-        compiles = torch.compiler.is_compiling()
         is_opaque = compiles and self._observer is None and can_be_described(call, self._settings)
         # With its own name, each layer would be compiled separately.
         name = "a compiled layer" if compiles else self._layer_name
+        beside = self._observer is None and pays(self.spaces, output, parameters)
         task = (CompiledTask if is_opaque else Task)(
             call, self._settings, name, self._failures, self._observer,
-            inputs=len(inputs), parameters=len(parameters), side=self._side_solve(output, parameters),
+            inputs=len(inputs), parameters=len(parameters),
+            side=side_streams(output.device).side_solve(self._turn) if beside else None,
         )  # fmt: skip
         if self._planned is not None:
             self._planned(owner or self, task.plan(inputs, output, parameters))
         return attach_direction(output, task, inputs, parameters)
-
-    def _side_solve(self, output: Tensor, parameters: Sequence[Tensor | None]) -> SideSolve | None:
-        """Where to solve beside the backward pass; None solves in line with it."""
-        if self._observer is not None:
-            return None
-        return (
-            side_streams(output.device).side_solve(self._turn)
-            if pays(self.spaces, output, parameters)
-            else None
-        )
-
-    def _is_reparametrized(self) -> bool:
-        return "parametrizations" in self._modules or not COMPUTED.isdisjoint(vars(self))
 
     def extra_repr(self) -> str:
         """The plain layer's line, and the settings that differ from the defaults."""
@@ -386,13 +383,10 @@ def parameter_views(*parameters: Tensor | None) -> list[Tensor | None]:
     gradient is there. In a captured step, solves join at these views. Elsewhere views would only take time. A compiled
     backward is one node, and an exported program should look like the plain layer's.
     """
-    if torch.compiler.is_compiling() or not any(_needs_view(p) for p in parameters if p is not None):
+    there = [p for p in parameters if p is not None]
+    if torch.compiler.is_compiling() or not any(has_hooks(p) or device.is_captured(p) for p in there):
         return list(parameters)
     return [parameter.view_as(parameter) if parameter is not None else None for parameter in parameters]
-
-
-def _needs_view(parameter: Tensor) -> bool:
-    return has_hooks(parameter) or device.is_captured(parameter)
 
 
 def check_real(layer: nn.Module, name: str) -> None:
@@ -413,7 +407,7 @@ def _check_dense(name: str, inputs: Sequence[Tensor]) -> None:
         if tensor.layout != torch.strided:
             raise TypeError(
                 f"{name}: input should be dense but is {tensor.layout}; hand it over as input.to_dense(), or as a "
-                "padded tensor, or leave the layer out with exclude=[...]"
+                f"padded tensor, or {LEAVE_OUT}"
             )
 
 

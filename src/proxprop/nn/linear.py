@@ -55,7 +55,7 @@ class Bilinear(AffineLayer, nn.Bilinear):
 class RegisteredLinear(AffineLayer):
     """Mixed into a class of another library that computes `x Wᵀ + b`.
 
-    That it really does is checked on the first training call.
+    The first training call checks that it does.
     """
 
     product: ClassVar[str] = "x Wᵀ + b"

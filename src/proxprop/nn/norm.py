@@ -12,7 +12,7 @@ from proxprop.transfer.norm import batch_norm, instance_norm
 
 
 class NormLayer(ProximalLayer):
-    """What the normalisation layers share. A subclass says how it normalises and which axis holds channels."""
+    """The base of normalisation layers. A subclass says how it normalises and which axis holds channels."""
 
     spaces = NormTransfer.spaces
 
@@ -36,7 +36,7 @@ class NormLayer(ProximalLayer):
 
     @classmethod
     def refusal(cls, module: Any) -> str:
-        """A layer without scale and shift has nothing to solve."""
+        """A layer without scale and shift is refused: it has nothing to solve."""
         return "it has no scale to train" if module.weight is None else ""
 
 

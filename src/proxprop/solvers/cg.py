@@ -13,7 +13,6 @@ from proxprop import device, tuning
 from proxprop.solvers import eigenbasis
 from proxprop.solvers.conjugate_gradients import conjugate_gradients
 from proxprop.solvers.matmul import times
-from proxprop.solvers.memory import is_transformed
 from proxprop.solvers.solver import (
     FEATURE,
     MATRIX_FREE,
@@ -75,10 +74,8 @@ class CG(Solver):
         return self.iterations * groups * product[space]
 
     def backend(self, space: str, M: Tensor, outputs: int) -> str:
-        """What iterates: the "triton" kernels, the torch loop in an "eigenbasis", or the "torch" loop."""
-        if (space == SAMPLE and self._takes_triton(M)) or (
-            space == FEATURE and self._takes_triton_features(M)
-        ):
+        """The iteration's backend: "triton" kernels, the torch loop in an "eigenbasis", or the "torch" loop."""
+        if self._takes_triton(space, M):
             return "triton"
         formed = space != MATRIX_FREE and self.per_output
         return "eigenbasis" if formed and eigenbasis.pays(M, self.iterations, outputs) else "torch"
@@ -87,7 +84,7 @@ class CG(Solver):
         self, space: str, M: Tensor, damping: float, outputs: int, rotated: bool = False
     ) -> PreparedSolve:
         """Find the eigenbasis, where that pays."""
-        if space == SAMPLE and self._takes_triton(M):
+        if space == SAMPLE and self._takes_triton(SAMPLE, M):
             return lambda G: self._triton_samples(M, G, damping, rotated)
         if self.per_output and not rotated and eigenbasis.pays(M, self.iterations, outputs):
             basis = eigenbasis.find(M, space)
@@ -97,13 +94,13 @@ class CG(Solver):
 
     def samples(self, K: Tensor, G: Tensor, damping: float) -> Solution:
         """Return U with `AᵀU` the iterate of `features`, from products with K alone."""
-        if self._takes_triton(K):
+        if self._takes_triton(SAMPLE, K):
             return self._triton_samples(K, G, damping)
         return self._with_matrix(K, G, damping, SAMPLE)
 
     def features(self, S: Tensor, B: Tensor, damping: float) -> Solution:
         """Return the iterate from products with S."""
-        if self._takes_triton_features(S):
+        if self._takes_triton(FEATURE, S):
             from proxprop.kernels import feature_cg
 
             return Solution(*feature_cg.feature_cg(S, B, damping, self.iterations, device.fp16_terms()))
@@ -115,16 +112,14 @@ class CG(Solver):
         found = conjugate_gradients(apply, B, damping, self.iterations, dims)
         return Solution(found.solution, _for_groups(found.stuck))
 
-    def _takes_triton(self, K: Tensor) -> bool:
-        """Whether the Triton kernel for sample space is used."""
-        few = K.shape[-1] <= tuning.TRITON_CG_MOST_SAMPLES
-        few = few and self.iterations <= tuning.TRITON_CG_MOST_ITERATIONS
-        return few and self.per_output and device.use_fp16_products(K)
-
-    def _takes_triton_features(self, S: Tensor) -> bool:
-        """Whether the Triton kernel for feature space is used."""
-        few = S.shape[-1] <= tuning.TRITON_CG_MOST_FEATURES
-        return few and self.per_output and device.use_fp16_products(S)
+    def _takes_triton(self, space: str, M: Tensor) -> bool:
+        """Whether a Triton kernel iterates with K or S."""
+        if space == SAMPLE:
+            few = self.iterations <= tuning.TRITON_CG_MOST_ITERATIONS
+            few = few and M.shape[-1] <= tuning.TRITON_CG_MOST_SAMPLES
+        else:
+            few = space == FEATURE and M.shape[-1] <= tuning.TRITON_CG_MOST_FEATURES
+        return few and self.per_output and device.use_fp16_products(M)
 
     def _triton_samples(self, K: Tensor, G: Tensor, damping: float, rotated: bool = False) -> Solution:
         """The iterate from the Triton kernel, which can rotate G as it reads it."""
@@ -136,14 +131,13 @@ class CG(Solver):
     def _with_matrix(self, M: Tensor, B: Tensor, damping: float, space: str) -> Solution:
         """The iterate from products with K or S, scaled by a power of two where sums of squares could overflow.
 
-        A matrix that has overflowed itself is a failure. NaN came with the inputs and is none.
+        A matrix that has overflowed is a failure. NaN comes from the inputs and is not a failure.
 
-        A CPU works with outputs as rows, a block of them at a time: a product shares out its rows among cores just as
-        all that follows does, so that each core finds its numbers in its own cache. For few numbers that would cost
-        more than it saves.
+        A CPU works with outputs as rows, because products then split them among cores as all other operations do,
+        and with some of them at a time, which saves memory. For few numbers that would cost more than it saves.
         """
         diagonal = M.diagonal(dim1=-2, dim2=-1)
-        if B.device.type != "cpu" or is_transformed(B):
+        if B.device.type != "cpu" or device.is_transformed(B):
             mantissa, exponent = torch.frexp(diagonal.amax().clamp(min=damping))
             scale = torch.ldexp(torch.ones_like(mantissa), -exponent)
             value, lost = self._by_columns(M * scale, B, damping * scale, diagonal * scale, space)
@@ -171,7 +165,7 @@ class CG(Solver):
         space: str,
         bounds: Bounds | None = None,
     ) -> Solution:
-        """Solve for all outputs at once, as they come."""
+        """Solve for all outputs at once, as columns."""
         dims = (-2,) if self.per_output else (-3, -2, -1)
         column = diagonal.unsqueeze(-1) if space == SAMPLE else None
         multiply = partial(times, W)
@@ -235,6 +229,6 @@ def _either(overflowed: Tensor, lost: Tensor | None) -> Tensor:
 
 
 def power_of_two(size: float, dtype: torch.dtype) -> float:
-    """The least power of two above `size`, but none that is near the largest number; 1 where `size` is not finite."""
+    """The least power of two above `size`, kept away from the largest number; 1 where `size` is not finite."""
     most = math.frexp(torch.finfo(dtype).max)[1] - 2
     return 2.0 ** min(math.frexp(size)[1], most) if math.isfinite(size) else 1.0

@@ -3,8 +3,8 @@
 A factorisation has failed where a pivot is no larger than the rounding of its diagonal entry, because the rest of the
 factor would be noise. Then `√(λ + trace M)·I` replaces the factor, and the solution is `B / (λ + trace M)`, the
 gradient with a step that cannot overshoot. It is linear in B and is chosen without synchronisation. Where M is not
-finite, neither is the solution. NaN in M is not a failure of the factorisation and is not flagged. On a CPU a pivot
-that is only a little larger is flagged too, and its factor kept.
+finite, neither is the solution. NaN in M is not a failure of the factorisation and is not flagged. A CPU also
+flags a pivot that is only a little larger, and keeps its factor.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from proxprop import device, tuning
 from proxprop.solvers.matmul import LONGEST_SUM, transposed_product
-from proxprop.solvers.memory import is_transformed
 from proxprop.solvers.rotation import rotate
 from proxprop.solvers.solver import PreparedSolve, ProductSolve, Solution
 from proxprop.solvers.triangular import inverse_of_product, inverse_of_triangle
@@ -29,7 +28,7 @@ Rows that are equal round in the same direction, so their sums are off by more t
 """
 
 DOUBTED_SIZE = LONGEST_SUM
-"""Smaller matrices are doubted as if they were this large: their entries are sums of so many numbers that round too."""
+"""Smaller matrices are treated as this large here, because their entries are rounded sums of as many numbers."""
 
 
 class Factorization(ABC):
@@ -133,7 +132,7 @@ class LapackFactorization(TriangularFactorization):
         self.L, info = torch.linalg.cholesky_ex(M)
         roots = self.L.diagonal(dim1=-2, dim2=-1)
         on_cpu = M.device.type == "cpu"
-        if on_cpu and not is_transformed(M) and _clearly_sound(roots, diagonal, info):
+        if on_cpu and not device.is_transformed(M) and _clearly_sound(roots, diagonal, info):
             self.failed = self.broken = info.bool()
             return
         shares = roots.square() / diagonal

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from proxprop import device
-from proxprop.solvers.memory import is_transformed
 from proxprop.solvers.watching import FEW, Bounds, Calm, Watch
 
 
@@ -88,9 +87,9 @@ class _Iteration:
             damping = max(damping, torch.finfo(B.dtype).tiny)  # so that 1/λ is finite
         self.multiply, self.damping, self.iterations = multiply, damping, iterations
         self.diagonal, self.epsilon = diagonal, device.product_rounding(B)
-        self.spare = torch.empty_like(B) if bounds is not None or not is_transformed(B) else None
+        self.spare = torch.empty_like(B) if bounds is not None or not device.is_transformed(B) else None
         self.can_look = self.spare is not None and B.device.type == "cpu"
-        # A bound method would tie a knot of `Watch` and this, which would keep all arrays until Python looks for knots.
+        # A bound method would make a reference cycle with `Watch`, which keeps all arrays until garbage is collected.
         self._inner = partial(inner_product, dims, self.spare)
         self.first, self.scale = normalize(B, dims, self.spare)
         self.residual = self.search = self.first
@@ -146,7 +145,7 @@ class _Iteration:
         return Iterate(self.solution.mul_(self.scale), lost, stuck)
 
     def _calm(self, bounds: Bounds | None) -> Calm | None:
-        """What to ask before columns are watched; None where they are from the beginning."""
+        """Decides when columns have to be watched; None where they are watched from the beginning."""
         if bounds is None or isinstance(self.damping, Tensor):
             return None
         sample = self.diagonal is not None
@@ -157,18 +156,18 @@ class _Iteration:
         return Watch(self.first, self.squared, self._inner, self.damping, self.epsilon, self.diagonal)
 
     def _over_first(self) -> Tensor:
-        """What an inner product with the first residual is multiplied by, to orthogonalise."""
+        """Factor for inner products with the first residual, to orthogonalise."""
         return self.squared.reciprocal().nan_to_num_(torch.nan, 0.0)
 
     def _orthogonalize(self, over_first: Tensor, dual: Tensor | None = None) -> None:
-        """Make the residual orthogonal to the first one; and its product with K, if that is there."""
+        """Make the residual, and its product with K if there is one, orthogonal to the first."""
         share = self._inner(self.residual, self.dual_first).mul_(over_first)
         self.residual.addcmul_(share, self.first, value=-1)
         if dual is not None and dual is not self.residual:
             dual.addcmul_(share, self.dual_first, value=-1)
 
     def _count(self) -> None:
-        """Keep the numbers of the step that was taken."""
+        """Keep the length of the last step and the square that it was taken for."""
         self.steps.append((self.length, self.squared))
         if self.watch is not None:
             self.watch.took(*self.steps[-1])
@@ -190,7 +189,7 @@ class _Iteration:
         return self.calm.holds(squared, growing)
 
     def _begin_to_watch(self, dual: Tensor, squared: Tensor) -> Tensor:
-        """Make up for what was not done so far, and return the square of the residual, which is orthogonal then."""
+        """Catch up on all steps so far, and return the square of the residual, now orthogonal to the first one."""
         self.squared = self.steps[0][1]
         self.watch = self._watch()
         for step in self.steps:

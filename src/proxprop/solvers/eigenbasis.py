@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from proxprop import tuning
-from proxprop.solvers.memory import is_transformed
+from proxprop.device import is_transformed
 from proxprop.solvers.solver import SAMPLE
 
 
@@ -43,8 +43,8 @@ def find(M: Tensor, space: str) -> Basis | None:
     """The eigenbasis of K or S `[groups, size, size]`; None where it can't be found or is not accurate enough.
 
     In sample space a residual `r = Aᵀρ` has the square `⟨ρ, Kρ⟩`, in which an eigenvector counts by its eigenvalue. A
-    zero eigenvalue comes out as some rounding of the largest; it must not count, or steps would be taken for what
-    does not reach D.
+    zero eigenvalue comes out as some rounding of the largest. It must not count, or steps would be taken for parts
+    of ρ that do not reach D.
     """
     if not is_level(M):
         return None
@@ -59,7 +59,7 @@ def find(M: Tensor, space: str) -> Basis | None:
     rounding = torch.finfo(M.dtype).eps * size**0.5 * largest
     null = values <= rounding
     least = values.where(~null, torch.inf).amin(-1, keepdim=True)
-    # rounding mixes other vectors into a null vector, the less of them the larger their eigenvalue is
+    # Rounding mixes other vectors into a null vector: the larger their eigenvalue, the less of them.
     noisy = size**0.5 * largest * (rounding / least)
     return Basis(values.masked_fill(null, 0.0), vectors, values.where(~null, noisy))
 
@@ -67,8 +67,8 @@ def find(M: Tensor, space: str) -> Basis | None:
 def is_level(M: Tensor) -> bool:
     """Whether rows of A (columns, for S) are of similar size, or zero, and none overflows.
 
-    Eigenvectors are accurate to the rounding of the largest row, products with K or S to that of each. Where G touches
-    small rows alone, all of D would be within the rounding of others.
+    Eigenvectors are accurate to the rounding of the largest row, products with K or S to the rounding of each row. If
+    G touched only small rows, all of D would be within the rounding of the large ones.
     """
     diagonal = M.diagonal(dim1=-2, dim2=-1)
     least = diagonal.where(diagonal > 0, torch.inf).amin()

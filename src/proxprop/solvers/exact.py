@@ -37,7 +37,7 @@ class Exact(Solver):
         return sizes.groups * (size**3 / 3 + 2.0 * size**2 * sizes.outputs)
 
     def backend(self, space: str, M: Tensor, outputs: int) -> str:
-        """What factorises: "triton", "blocks" or "lapack"."""
+        """The backend of the factorisation: "triton", "blocks" or "lapack"."""
         return backend(M)
 
     def prepared(

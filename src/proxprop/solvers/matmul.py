@@ -10,16 +10,16 @@ summed in pieces. Operands that come in bfloat16 have far larger rounding of the
 product, as in BackProp.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from proxprop import device, tuning
-from proxprop.solvers.memory import in_huge_pages, is_transformed
+from proxprop.solvers.huge_pages import in_huge_pages
 
 LEFT, RIGHT = (0, 2, 1, 0, 1, 0), (2, 0, 1, 1, 0, 0)
 """Terms of left and right that are multiplied with each other, counted from the largest."""
@@ -35,10 +35,10 @@ SMALLEST_FIRST = (2, 1, 0)
 
 
 LONGEST_SUM = 256
-"""Rows that a CPU sums one after the other; libraries do likewise for matrices that are not very narrow."""
+"""Rows that a CPU sums in one piece, as libraries do for matrices that are not very narrow."""
 
 SUMMED_IN_PIECES = 32
-"""Features below which libraries sum all rows one after the other."""
+"""Fewer features than these make libraries sum all rows in one piece."""
 
 
 def transposed_product(left: Tensor, right: Tensor | None = None, precise: bool = False) -> Tensor:
@@ -84,11 +84,9 @@ def pending_product(left: Tensor, right: Tensor) -> PendingProduct:
     return PendingProduct([(a.mT, b) for piece in _pieces([left, right]) for a, b in _stacks(*piece)])
 
 
-def times(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+def times(left: Tensor, right: Tensor) -> Tensor:
     """`left·right` for each group."""
-    if _is_one_matrix(left):
-        return torch.mm(left[0], right[0])[None]
-    return torch.bmm(left, right, out=out)
+    return torch.mm(left[0], right[0])[None] if _is_one_matrix(left) else torch.bmm(left, right)
 
 
 def _is_one_matrix(array: Tensor) -> bool:
@@ -151,7 +149,7 @@ def wide(array: Tensor) -> torch.dtype:
 
 
 def cast(array: Tensor, dtype: torch.dtype) -> Tensor:
-    """An array in this precision; where it is in it already, without a call of torch."""
+    """An array in this precision. If it already has it, torch is not called."""
     return array if array.dtype == dtype else array.to(dtype)
 
 
@@ -173,11 +171,8 @@ def _symmetric(left: Tensor) -> Tensor:
     return product
 
 
-class Product(Protocol):
-    """A product that sums over the rows of its operands."""
-
-    def __call__(self, left: Tensor, right: Tensor, total: Tensor | None) -> Tensor:
-        """Return the product, or add it to a total and return the total."""
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Multiplies left and right, summing over their rows, and adds to a total if there is one."""
 
 
 def in_terms(product: Product, operands: list[Tensor], flops: float, precise: bool = False) -> Tensor:
@@ -217,7 +212,7 @@ def multiply(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor
         return multiply(left[0], right[0])[None]
     short = left.dtype in (torch.bfloat16, torch.float16)
     # torch has products with float32 sums of 16-bit numbers on a GPU only, and can't count their FLOPs
-    if short and (is_transformed(left) or not left.is_cuda):
+    if short and (device.is_transformed(left) or not left.is_cuda):
         left, right, short = left.float(), right.float(), False
     product = torch.bmm if left.dim() == 3 else torch.mm
     if total is None:
@@ -235,7 +230,7 @@ def _large_array(left: Tensor, right: Tensor) -> Tensor | None:
         return None
     shape = *left.shape[:-1], right.shape[-1]
     small = prod(shape) * left.element_size() < tuning.HUGE_PAGE_LEAST_BYTES
-    if small or is_transformed(left) or is_transformed(right):
+    if small or device.is_transformed(left) or device.is_transformed(right):
         return None
     return in_huge_pages(left.new_empty(shape))
 

@@ -1,4 +1,4 @@
-"""Rotate samples, so that what they have in common becomes one of them.
+"""Rotate samples, so that their mean becomes one of them.
 
 Activations after a ReLU, raw pixels and the ones column of a bias share a mean that is often far larger than what
 tells samples apart. `K = AAᵀ` then holds the differences in its last digits. An orthogonal H changes neither the system
@@ -11,7 +11,7 @@ from torch import Tensor
 from proxprop import device
 
 LEAST_REST = 0.05
-"""Share of K's trace beside the mean from which on K is accurate enough as it is."""
+"""Smallest share of K's trace beside the mean for which K is accurate enough without rotation."""
 
 
 def rotate(X: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def rotate(X: Tensor) -> Tensor:
 
 
 def rotate_both(K: Tensor) -> Tensor:
-    """`HKH` for K `[groups, samples, samples]`, for where it can't come from rotated rows."""
+    """`HKH` for K `[groups, samples, samples]`, where K can't be formed from rotated rows."""
     return rotate(rotate(K).mT.contiguous())
 
 

@@ -1,4 +1,4 @@
-"""What every solver offers, and the sizes of the system it is offered."""
+"""The interface of every solver, and the sizes of the system that it is given."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """What a solver hands back.
+    """The result of a solve.
 
     `value` solves the system. `failed` is None where nothing can have failed, else booleans, at most one per group,
     that are true where `value` is a safe substitute or may have lost much to rounding. It stays on the device, so
@@ -47,7 +47,7 @@ class Solution(NamedTuple):
 
 
 PreparedSolve = Callable[[Tensor], Solution]
-"""What is left of a solve once K or S is there: from a right-hand side to the solution."""
+"""The rest of a solve once K or S is formed: from a right-hand side to the solution."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class ProductSolve:
     """A `PreparedSolve` that ends in a product with one matrix, so that `D = AᵀU` is also `(leftᵀA)ᵀ·right(G)`.
 
     Attributes:
-        left: `[groups, size, size]`, of the solution `left·right(B)`.
-        right: from a right-hand side to what is multiplied, of its shape.
+        left: `[groups, size, size]`; the solution is `left·right(B)`.
+        right: maps a right-hand side to the matrix that `left` multiplies, of the same shape.
     """
 
     left: Tensor
@@ -78,22 +78,22 @@ class Solver(ABC):
     capturable: ClassVar[bool] = False
     """Whether a solve on a GPU is the same kernels whatever the numbers are, so that eager steps may replay it."""
     failure: ClassVar[str] = "the solver could not solve its system in this precision"
-    """What a warning says where `Solution.failed` is true: what happened, likely causes and remedies."""
+    """Text of the warning where `Solution.failed` is true: what happened, likely causes and remedies."""
 
     @abstractmethod
     def flops(self, sizes: Sizes, space: str) -> float:
-        """FLOPs of the solve in `space`, once K or S is there."""
+        """FLOPs of the solve in `space`, once K or S is formed."""
 
     def backend(self, space: str, M: Tensor, outputs: int) -> str:
-        """What would solve in this space, given K or S; matrix-free, M is any tensor of the call."""
+        """Name of the backend that solves in this space, given K or S; matrix-free, M is any tensor of the call."""
         return "torch"
 
     def prepared(
         self, space: str, M: Tensor, damping: float, outputs: int, rotated: bool = False
     ) -> PreparedSolve:
-        """What solves in sample or feature space, given K or S, which may be overwritten.
+        """Prepare a solve in sample or feature space, given K or S, which may be overwritten.
 
-        Override it to do there and then what need not wait for a right-hand side.
+        Override it to do all work that does not need the right-hand side.
 
         Args:
             space: which of the two.

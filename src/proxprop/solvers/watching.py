@@ -1,9 +1,9 @@
-"""What float32 makes of conjugate gradients, and what is done about it, column by column.
+"""How rounding in float32 disturbs conjugate gradients, and how each column is protected from it.
 
 The loop departs from the textbook where rounding would make it go wrong:
 
-- A column stops once its residual is what rounding leaves of it. A product rounds by about `ε√(‖W‖⟨p, Wp⟩)`, W being
-  K or S, so the steps taken so far bound what the recurrence can still tell.
+- A column stops once its residual is no more than rounding. A product rounds by about `ε√(‖W‖⟨p, Wp⟩)`, with W being
+  K or S, so the steps taken so far bound the smallest residual that the recurrence can resolve.
 - In sample space part of ρ can lie in the null space of K (more samples than features, equal rows). It does not reach
   D, but its rounding reaches ⟨ρ, Kρ⟩ and ends the iteration earlier, perhaps after a first step of the least possible
   length. `Watch.lost` says where that may cost too much.
@@ -11,8 +11,8 @@ The loop departs from the textbook where rounding would make it go wrong:
   activations makes it, would otherwise come back after two steps and take a step of its own again.
 - A direction that rounding turned uphill is replaced by its first step, which goes along the gradient.
 
-None of this changes a column whose residual is still large enough. So a CPU, which can look at its numbers without
-waiting for them, begins to watch with the first residual that is not (`Calm`).
+None of this changes a column whose residual is large enough. So a CPU, which can look at its numbers without waiting,
+begins to watch at the first residual that is too small (`Calm`).
 """
 
 from collections.abc import Callable
@@ -31,13 +31,13 @@ NEAR = 64
 """Multiple of the rounding of K below which a residual's square is too close to it to be trusted."""
 
 HIDDEN = 30
-"""Least length of the steps taken, relative to what may hide below the rounding of K; else a column counts as lost."""
+"""Steps must be this many times as long as what rounding of K may hide; else a column counts as lost."""
 
 HARMLESS = 1e-2
-"""Share of a residual that may lie along the first one, as rounding leaves it there."""
+"""Largest harmless share of a residual along the first one, left there by rounding."""
 
 FEW = 3
-"""Most steps that may do without orthogonalising; with more, an eigenvalue that hardly dominates comes back too."""
+"""Most steps without orthogonalising; in more, even an eigenvalue that hardly dominates comes back."""
 
 Inner = Callable[..., Tensor]
 """The inner product of each column of two arrays, perhaps with weights that broadcast against them."""
@@ -62,8 +62,8 @@ class Calm:
 
     - In exact arithmetic steps use up no more than `⟨r₀, r₀⟩/λ` of energy, and none is shorter than `1/(λ + ‖W‖)`. So a
       column stops below `(ROUNDING·ε)²(1 + ‖W‖/λ)` of the first square at the latest.
-    - Of ρ, what lies in the null space of K never grows. What does not counts in ⟨ρ, Kρ⟩ by far more than by its
-      rounding. So with `2·NEAR` times the rounding of ⟨ρ₀, Kρ₀⟩ no residual is near to its own.
+    - The part of ρ in the null space of K never grows. The rest adds far more to ⟨ρ, Kρ⟩ than its rounding. So a
+      residual above `2·NEAR` times the rounding of ⟨ρ₀, Kρ₀⟩ is not near its own rounding.
     - Without orthogonalising, an eigenvalue that dominates the first square by 1/s comes back by that factor in each
       step. Few steps are too few for it.
 
@@ -113,7 +113,7 @@ class Calm:
 
 
 class Watch:
-    """Keeps what tells a column's residual from rounding, and acts on it.
+    """Tells a column's residual from rounding, and acts on it.
 
     Args:
         first: the first residual; in sample space its coefficients.
@@ -140,7 +140,7 @@ class Watch:
         self.spoilt: Tensor | None = None
         noise = self._noise(first, squared)
         if noise is not None:
-            self.spoilt = squared <= NEAR * noise  # its first step is all that it takes
+            self.spoilt = squared <= NEAR * noise  # such a column takes only its first step
             squared.masked_fill_(squared <= noise, 0.0)
         self.steps = 0
 
@@ -183,7 +183,7 @@ class Watch:
         return self.largest * (SPOILT * self.epsilon) > self.first_length if self.steps > 1 else None
 
     def _noise(self, residual: Tensor, squared: Tensor) -> Tensor | None:
-        """What rounding of K makes of the residual's square, in sample space.
+        """How far rounding of K may change the residual's square, in sample space.
 
         The largest that a residual came near to is kept.
         """

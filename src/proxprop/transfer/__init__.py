@@ -1,7 +1,7 @@
 """How a layer's call becomes the system `(λI + AᵀA) D = AᵀG`. Nothing here knows a solver.
 
-A layer describes its call by a `LayerCall`, which makes the `Transfer` once the tensors are there. Every transfer is
-made of the same three things (inputs, a tensor like the output, shapes of parameters) and of options of its own.
+A layer describes its call by a `LayerCall`, which makes the `Transfer` in backward. Every transfer is made from the
+same three arguments (inputs, a tensor like the output, shapes of parameters) and from options of its own.
 """
 
 from proxprop.transfer.affine import Affine
@@ -14,7 +14,7 @@ from proxprop.transfer.conv_transpose import ConvTransposeTransfer
 from proxprop.transfer.embedding import EmbeddingBagTransfer, EmbeddingTransfer
 from proxprop.transfer.linear import LinearTransfer
 from proxprop.transfer.norm import NormTransfer
-from proxprop.transfer.transfer import Parameters, Products, Shapes, Transfer
+from proxprop.transfer.transfer import Layout, Parameters, Products, Shapes, Transfer
 
 __all__ = [
     "Affine",
@@ -26,6 +26,7 @@ __all__ = [
     "EmbeddingBagTransfer",
     "EmbeddingTransfer",
     "LayerCall",
+    "Layout",
     "LinearTransfer",
     "NormTransfer",
     "Parameters",

@@ -1,4 +1,4 @@
-"""What layers with a weight and perhaps a bias share: rows that hold the input, and a column of ones."""
+"""The base of transfers with a weight and perhaps a bias: rows that hold the input, and a column of ones."""
 
 from typing import Any
 
@@ -57,8 +57,8 @@ class Affine(Transfer):
     def rotated_gradient(self, U: Tensor) -> Parameters:
         """`A'ᵀU`, whose first row holds the mean; the ones column is `√N` there and zero below.
 
-        U may be far larger than D, and `AᵀHU` would round by its size times the mean's. Where rows came in bfloat16,
-        their own rounding is larger than that.
+        U may be far larger than D, and `AᵀHU` would round in proportion to U times the mean. Rows that came in bfloat16
+        have larger rounding of their own.
         """
         if self.coarse:
             return super().rotated_gradient(U)
@@ -77,7 +77,7 @@ class Affine(Transfer):
     def _rotated_rows(self) -> Tensor:
         """`HA` without the ones column, for rows that did not come in bfloat16.
 
-        They are kept for the gradient, unless many layers are solved at a time and their products need copies in terms.
+        They are kept for the gradient, unless many layers are solved at once and their products are split into terms.
         """
         if self._rotated is not None:
             return self._rotated
@@ -144,7 +144,7 @@ class Affine(Transfer):
     def _square(self, A: Tensor) -> Tensor:
         """`AᵀA` for some of the rows, the ones column included.
 
-        One copy of A with as many columns of ones as alignment asks for takes fewer calls than to border the product.
+        A copy of A with as many columns of ones as alignment needs takes fewer calls than bordering the product.
         """
         if not self.bias:
             return transposed_square(A)

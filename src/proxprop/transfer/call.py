@@ -1,4 +1,4 @@
-"""How a layer was called: what its transfer is made from in backward."""
+"""How a layer was called, so that backward can make its transfer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class LayerCall:
 
     Attributes:
         kind: the transfer's class.
-        options: what it takes beside tensors and shapes.
+        options: its arguments beside tensors and shapes.
     """
 
     kind: type[Transfer]

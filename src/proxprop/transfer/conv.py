@@ -25,7 +25,7 @@ class ConvTransfer(Affine):
 
     Args:
         inputs: one `[batch, channels, *space]` or unbatched `[channels, *space]`, in the precision to solve in, or in
-            bfloat16 where that is what it came in, as in `LinearTransfer`.
+            bfloat16 if it came so, as in `LinearTransfer`.
         like: a tensor of the output's shape.
         shapes: of the weight, `[groups·outputs, channels/groups, *filter_size]`, and the bias.
         geometry: stride, padding and the rest.
@@ -68,7 +68,7 @@ class ConvTransfer(Affine):
 
     @classmethod
     def channel_axis(cls, geometry: ConvGeometry) -> int:
-        """The output's axis that is the bias's."""
+        """The axis of the output that the bias belongs to."""
         return -1 - len(geometry.filter_size)
 
     def rows(self) -> Tensor:
@@ -203,7 +203,8 @@ class ConvTransfer(Affine):
         """The inverse of `to_samples`."""
         groups, _, _, outputs = self.sizes
         split = U.reshape(groups, self.batched_shape[0], -1, outputs)
-        return split.permute(1, 0, 3, 2).reshape(self.output_shape)
+        # `reshape` may leave strides that belong to no layout where a size is 1, and torch's convolutions refuse them
+        return split.permute(1, 0, 3, 2).flatten().view(self.output_shape)
 
     def gram_method(self) -> GramMethod:
         """Image rows, autocorrelation or patches, chosen once."""
@@ -231,8 +232,8 @@ class ConvTransfer(Affine):
     def _patches(self, images: slice) -> Tensor:
         """Patches `[groups, batch·positions, features]` of some images, by strided views and one copy.
 
-        The features are in the order of a weight. In bfloat16 they are channels last, because a GPU copies numbers
-        faster that lie side by side.
+        The features are in the order of a weight. In bfloat16 they are channels last, because a GPU copies adjacent
+        numbers faster.
         """
         d, padded = self.dimensions, self._padded(images)
         if self.coarse:

@@ -43,15 +43,21 @@ class ConvTransposeTransfer(ConvTransfer):
         return Y.view(self.output_shape)
 
     def _own_weight_gradient(self, G: Tensor) -> Tensor:
-        """That of the convolution that maps the output back to the input."""
-        g = self.geometry
+        """That of the convolution that maps the output back to the input.
+
+        An output padding of a stride or more makes room for filters beyond the input's end; zeros stand there.
+        """
+        g, X = self.geometry, self.batched
+        beyond = [extra // step for extra, step in zip(self._extra(), g.stride, strict=True)]
+        if any(beyond):
+            X = functional.pad(X, [width for more in reversed(beyond) for width in (0, more)])
         gradient: Tensor = WEIGHT_GRADIENT[self.dimensions](
-            G, self.weight_shape, self.batched, g.stride, g.widths, g.dilation, g.groups
+            G, self.weight_shape, X, g.stride, g.widths, g.dilation, g.groups
         )
         return gradient
 
     def _takes_patches(self) -> bool:
-        """A weight is laid out in another way here."""
+        """Never: a weight is laid out differently here."""
         return False
 
     def _choose(self) -> GramMethod:

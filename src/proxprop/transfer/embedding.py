@@ -12,11 +12,11 @@ from proxprop.transfer.transfer import Parameters, Shapes, Transfer, nothing
 
 
 class Table(Transfer):
-    """What lookups share: one parameter `[entries, outputs]`, whose gradient may be sparse.
+    """The base of lookups: one parameter `[entries, outputs]`, whose gradient may be sparse.
 
     Args:
         index: the entries that were looked up, of any shape.
-        coefficients: what each is multiplied by, in the shape of index.
+        coefficients: the factor of each, in the shape of index.
         shapes: of the table.
         padding: an entry that is not trained.
         sparse: whether the gradient is to be sparse.

@@ -1,11 +1,11 @@
 """Exact Gram matrices of convolutions at stride 1 from autocorrelations, without unfolding patches.
 
 For taps i, j of one dimension, `S[i, j] = Σ_o x[o + e·i − p]·x[o + e·j − p]` over output positions o depends on the lag
-`j − i` alone, but for products near the border that an output position does not reach:
+`j − i` only, except for products near the border that no output position reaches:
 
     S[i, j] = Σ_u x[u]·x[u + e(j − i)]  −  Σ_{u < e·i − p} …  −  Σ_{u ≥ H − Q + e·i} …,     Q = max(0, e(k−1) − p)
 
-The first sum is an autocorrelation, had from a Fourier transform; the other two touch the first and the last Q entries
+The first sum is an autocorrelation, from a Fourier transform; the other two touch the first and the last Q entries
 only. In several dimensions each is a sum over all positions, the first, or the last ones, so S is a signed sum over all
 combinations, each of them exact. Unfolding costs `taps²` products an input entry; this costs about one.
 
@@ -24,7 +24,7 @@ from proxprop.transfer.conv_geometry import Axis, kept
 
 
 def border(axis: Axis) -> int:
-    """Q: how many entries at either end some output position does not reach."""
+    """Q: number of entries at either end that not all taps see."""
     return max(0, axis.dilation * (axis.taps - 1) - axis.padding)
 
 

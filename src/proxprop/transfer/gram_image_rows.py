@@ -86,13 +86,13 @@ def _block(left: Tensor, right: Tensor, height: Axis, width: Axis, numbers: int)
 
 
 def _summed_over_rows(left: Tensor, right: Tensor, seen: Tensor, numbers: int) -> Tensor:
-    """`Σ_u seen[i, u]·left[u]·right[u]`, flattened but for i; of so many rows at a time that products stay few."""
+    """`Σ_u seen[i, u]·left[u]·right[u]`, flattened except for i, with at most `numbers` products at a time."""
     rows = max(1, numbers // (left.shape[1] * right.shape[2]))
     total: Tensor | None = None
     for taps, some, others in zip(seen.split(rows, dim=1), left.split(rows), right.split(rows), strict=True):
         products = multiply(some, others).flatten(1)
         total = taps @ products if total is None else total.addmm_(taps, products)
-        del products  # before there are the next
+        del products  # before the next ones are made
     assert total is not None
     return total
 

@@ -7,13 +7,13 @@ from torch.nn import functional
 from proxprop.solvers import FEATURE, Sizes
 from proxprop.solvers.matmul import transposed_square
 from proxprop.transfer.linear import LinearTransfer
-from proxprop.transfer.transfer import Parameters, Transfer
+from proxprop.transfer.transfer import Layout, Parameters, Transfer
 
 
-class BlockLayout(Transfer):
+class BlockLayout(Layout):
     """A layer's features in blocks of neighbours, between which S is taken to be zero; the bias is in the last.
 
-    Blocks are groups of the system. They are equally wide: behind the last feature there are some that are always zero.
+    Blocks are groups of the system. They are equally wide: the last one is padded with features that are always zero.
 
     Args:
         whole: the layer's own layout.
@@ -22,7 +22,7 @@ class BlockLayout(Transfer):
 
     spaces = (FEATURE,)
 
-    def __init__(self, whole: Transfer, width: int) -> None:
+    def __init__(self, whole: Layout, width: int) -> None:
         groups, samples, features, outputs = whole.sizes
         self.whole, self.count = whole, -(-features // width)
         self.width = -(-features // self.count)
@@ -30,7 +30,7 @@ class BlockLayout(Transfer):
 
     @property
     def behind(self) -> int:
-        """How many features there are behind the last."""
+        """Number of features that pad the last block."""
         return self.count * self.width - self.whole.sizes.features
 
     def to_features(self, parameters: Parameters) -> Tensor:
@@ -59,16 +59,8 @@ class BlockLayout(Transfer):
         A = functional.pad(torch.cat([A, *ones], 1), (0, self.behind))
         return transposed_square(A.view(len(A), self.count, self.width).transpose(0, 1))
 
-    def output(self, parameters: Parameters) -> Tensor:
-        """The layer's own."""
-        return self.whole.output(parameters)
 
-    def gradient(self, G: Tensor) -> Parameters:
-        """The layer's own."""
-        return self.whole.gradient(G)
-
-
-class JointLayout(Transfer):
+class JointLayout(Layout):
     """A weight shared by layers that have biases of their own: features are the weight's, then a bias each.
 
     Args:
@@ -78,7 +70,7 @@ class JointLayout(Transfer):
 
     spaces = (FEATURE,)
 
-    def __init__(self, weight: Transfer, biases: int) -> None:
+    def __init__(self, weight: Layout, biases: int) -> None:
         groups, samples, features, outputs = weight.sizes
         self.weight, self.biases = weight, biases
         self.sizes = Sizes(groups, samples, features + biases, outputs)
@@ -95,11 +87,3 @@ class JointLayout(Transfer):
         features = V.shape[-2] - self.biases
         weight, _ = self.weight.from_features(V[:, :features])
         return weight, *(V[:, features + i].reshape(-1).clone() for i in range(self.biases))
-
-    def output(self, parameters: Parameters) -> Tensor:
-        """Not one layer's output."""
-        raise NotImplementedError("layers that share a weight have no output in common")
-
-    def gradient(self, G: Tensor) -> Parameters:
-        """Not one layer's gradient."""
-        raise NotImplementedError("layers that share a weight have no output in common")

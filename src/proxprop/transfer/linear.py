@@ -17,8 +17,8 @@ class LinearTransfer(Affine):
     """`Y = X Wᵀ + b`.
 
     Args:
-        inputs: one `[*, features]`, in the precision to solve in, or in bfloat16 where it came in that: products of
-            bfloat16 numbers are exact in float32, so there is nothing to gain from a float32 copy.
+        inputs: one `[*, features]`, in the precision to solve in, or in bfloat16 if it came so: products of bfloat16
+            numbers are exact in float32, so a float32 copy would gain nothing.
         like: `[*, outputs]`.
         shapes: of the weight, `[outputs, features]`, and the bias.
         transposed: whether the weight is stored as `[features, outputs]` instead.
@@ -53,7 +53,7 @@ class LinearTransfer(Affine):
         return super().to_samples(G.to(wide(G)))
 
     def own_price(self) -> float:
-        """Higher on a GPU."""
+        """Higher on a GPU, whose tensor cores make products with K and S cheap."""
         if not self.input.is_cuda:
             return 1.0
         return tuning.OWN_PRICE_IN_BFLOAT16 if self.coarse else tuning.OWN_PRICE_ON_A_GPU

@@ -1,8 +1,8 @@
 """Scale and shift after a normalisation: every channel is a group with two features and one output.
 
 The normalised input x̂ does not depend on γ and β, so the layer is linear in them. It is computed again in
-backward, from the input that BackProp saves as well. The bias of any layer
-whose weight is not trained is such a shift.
+backward, from the input that BackProp saves as well. The bias of any layer whose weight is not trained is such a
+shift.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ class NormTransfer(Affine):
     """`Y = γ·X̂ + β`, channel by channel.
 
     Args:
-        inputs: what x̂ is computed from; none where there are no samples or γ is not trained.
+        inputs: the tensors that x̂ is computed from; none where there are no samples or γ is not trained.
         like: a tensor of the output's shape.
         shapes: of γ and β.
         normalize: from inputs to x̂, as one of `torch.nn.functional` with its options.

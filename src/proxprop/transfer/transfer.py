@@ -1,4 +1,4 @@
-"""What every transfer offers: the linear map `φ(·, a)` from a layer's parameters to its output."""
+"""The interface of every transfer: the linear map `φ(·, a)` from a layer's parameters to its output."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ class GramMethod:
     """A way of forming S.
 
     Attributes:
-        name: what `summary` calls it.
+        name: its name in `summary`.
         reason: why it was chosen.
         gram: forms S from the input; None for the product of rows. See `conv_gram`.
         flops: its FLOPs; None for those of the product of rows.
@@ -44,22 +44,39 @@ class GramMethod:
 ROWS = GramMethod("product of rows", "the layer has no other way")
 
 
-class Transfer(ABC):
+class Layout(ABC):
+    """How parameters lie in a system: as `V [groups, features, outputs]`.
+
+    Attributes:
+        spaces: where the system can be solved.
+        sizes: the system's sizes.
+    """
+
+    spaces: ClassVar[tuple[str, ...]] = SPACES
+    sizes: Sizes
+
+    @abstractmethod
+    def to_features(self, parameters: Parameters) -> Tensor:
+        """Parameters as V `[groups, features, outputs]`."""
+
+    @abstractmethod
+    def from_features(self, V: Tensor) -> Parameters:
+        """V as parameters; the inverse of `to_features`."""
+
+
+class Transfer(Layout):
     """One call of a layer, seen as `Y = A V` with everything but the parameters V held fixed.
 
-    A transfer speaks two layouts and translates between them: the layer's own (its parameters, its output)
-    and the system's (`V [groups, features, outputs]`, `Y [groups, samples, outputs]`). It implements the methods of
-    the spaces that it names.
+    Beside the layout of its parameters, a transfer knows that of the layer's output, `Y [groups, samples, outputs]` in
+    the system. It implements the methods of the spaces that it names.
 
     Args:
         inputs: the tensors that the layer was called with, floating ones in the precision to solve in.
         like: a tensor of the output's shape in that precision.
         shapes: the parameters' shapes.
-        *options: what else this kind of layer needs.
+        *options: further arguments of this kind of layer.
     """
 
-    spaces: ClassVar[tuple[str, ...]] = SPACES
-    sizes: Sizes
     takes_bfloat16: ClassVar[bool] = False
     """Whether bfloat16 tensors are taken as they are."""
     capturable: ClassVar[bool] = False
@@ -88,14 +105,6 @@ class Transfer(ABC):
     @abstractmethod
     def gradient(self, G: Tensor) -> Parameters:
         """`φ*`: the parameters' gradient for the output gradient G; BackProp's own product."""
-
-    @abstractmethod
-    def to_features(self, parameters: Parameters) -> Tensor:
-        """Parameters as V `[groups, features, outputs]`."""
-
-    @abstractmethod
-    def from_features(self, V: Tensor) -> Parameters:
-        """V as parameters; the inverse of `to_features`."""
 
     def to_samples(self, G: Tensor) -> Tensor:
         """An array in the output's layout as `[groups, samples, outputs]`."""

@@ -1,15 +1,11 @@
-"""Where results are written: huge pages for large ones, and whether an operation accepts an output."""
+"""Huge pages for large results on a CPU."""
 
 import ctypes
 import mmap
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
-
-from proxprop.device import is_traced
-from proxprop.torch_internals import is_batched_or_differentiated
 
 
 def in_huge_pages(array: Tensor) -> Tensor:
@@ -34,10 +30,3 @@ def _madvise() -> Any:
     function = ctypes.CDLL(None).madvise
     function.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     return function
-
-
-def is_transformed(tensor: Tensor) -> bool:
-    """Whether operations on a tensor are traced, batched or differentiated, and accept no output to write to."""
-    if type(tensor) is not Tensor or is_traced():
-        return True
-    return is_batched_or_differentiated(tensor) or (tensor.requires_grad and torch.is_grad_enabled())

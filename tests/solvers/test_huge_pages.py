@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import proxprop
 from proxprop import tuning
-from proxprop.solvers import matmul, memory
-from proxprop.solvers.memory import in_huge_pages
+from proxprop.solvers import huge_pages, matmul
+from proxprop.solvers.huge_pages import in_huge_pages
 
 HAS_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage").exists() and Path("/proc/self/smaps").exists()
 
@@ -72,7 +72,7 @@ def test_a_product_is_the_same_in_huge_pages(
 @pytest.mark.parametrize("offset", [0, 1, 7, mmap.PAGESIZE // 4])
 def test_pages_shared_with_other_arrays_are_left_alone(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(memory, "_madvise", lambda: lambda *about: asked.append(about))
+    monkeypatch.setattr(huge_pages, "_madvise", lambda: lambda *about: asked.append(about))
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 14, raising=False)
     array = torch.empty(offset + 5 * mmap.PAGESIZE)[offset:]
     assert in_huge_pages(array) is array
@@ -85,7 +85,7 @@ def test_pages_shared_with_other_arrays_are_left_alone(offset: int, monkeypatch:
 
 def test_nothing_is_asked_of_other_systems_than_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
-    monkeypatch.setattr(memory, "_madvise", lambda: pytest.fail("there is no such function"))
+    monkeypatch.setattr(huge_pages, "_madvise", lambda: pytest.fail("there is no such function"))
     array = torch.empty(8)
     assert in_huge_pages(array) is array
 
