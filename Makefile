@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Each file's tests stay in one process, which has one thread: processes share the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo test test-all gpu-test check format docs site linkcheck package clean
+.PHONY: demo test test-all coverage gpu-test check format docs site linkcheck package clean
 
 demo: .venv/.lab  ## train BackProp and ProxProp side by side on embedded data; ends in out/compare/report.html
 	$(BIN)/proxprop compare
@@ -14,6 +14,9 @@ test: .venv/.dev  ## the test suite without full crosses of cases, doctests incl
 
 test-all: .venv/.dev  ## every test
 	$(PYTEST) -m ""
+
+coverage: .venv/.dev  ## the lines and branches that `make test` covers; writes results/coverage.json
+	$(BIN)/python tests/coverage_record.py
 
 gpu-test:  ## every test that needs a GPU, in the Python that has torch for it; writes results/gpu-tests.json
 	$(PYTHON) tests/gpu_record.py

@@ -87,9 +87,8 @@ that holds or inverts most; bytes sent are those of a step on average over ranks
 """
 
 COUNTED = """
-Twelve layers of 257 features have 3,170 kB of averages and as much of inverses in one process. Both fall with every
-rank if inverses stay with their owners. If they go to all ranks, averages and inversions still fall, and less is
-sent.
+One process holds as much of inverses as of averages. Both fall with every rank if inverses stay with their owners. If
+they go to all ranks, averages and inversions still fall, and less is sent.
 """
 
 REST = """

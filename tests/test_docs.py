@@ -1,5 +1,6 @@
 """What the documents say is what the records and the code say."""
 
+import ast
 import csv
 import json
 import re
@@ -29,7 +30,7 @@ def ratio(network: str, method: str, precision: str = "fp32", record: str = "h20
 def snippets() -> list[tuple[str, str]]:
     """Every fenced Python block of every page, with a name."""
     found = []
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
         found += [(f"{page.stem}-{number}", block) for number, block in enumerate(blocks)]
     return found
@@ -38,13 +39,7 @@ def snippets() -> list[tuple[str, str]]:
 PASTED = dict(snippets())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name.startswith(("README", "index")) else pytest.mark.slow)
-        for name in PASTED
-    ],
-)
+@pytest.mark.parametrize("name", PASTED)
 def test_a_snippet_runs_as_pasted(name: str, tmp_path: Path) -> None:
     """Each by itself, in a process and a folder of its own."""
     done = subprocess.run(
@@ -55,6 +50,52 @@ def test_a_snippet_runs_as_pasted(name: str, tmp_path: Path) -> None:
         assert "Linear  16,640" in done.stdout
     if name == "deferred-1":
         assert done.stdout in (ROOT / "docs" / "deferred.md").read_text()
+
+
+def fragments() -> dict[str, str]:
+    """Blocks of Python that no reader could paste alone, because they name no language: a call to put somewhere."""
+    found = {}
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for number, (language, block) in enumerate(FENCE.findall(page.read_text())):
+            if not language and called(block):
+                found[f"{page.stem}-{number}"] = block
+    return found
+
+
+def called(text: str) -> set[str]:
+    """The names of what a piece of Python calls; nothing where it is no Python."""
+    try:
+        code = ast.parse(text)
+    except SyntaxError:
+        return set()
+    calls = [node.func for node in ast.walk(code) if isinstance(node, ast.Call)]
+    return {ast.unparse(function).rpartition(".")[2] for function in calls}
+
+
+FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FRAGMENTS = fragments()
+SHOWN_ONLY = {"log"}
+"""Weights & Biases is no dependency: its `log` takes any dict of numbers."""
+
+
+@pytest.mark.parametrize("name", FRAGMENTS)
+def test_what_a_fragment_calls_is_called_by_an_example_or_a_test(name: str) -> None:
+    scripts = [path for folder in ("examples", "tests", "src") for path in (ROOT / folder).rglob("*.py")]
+    known = set().union(*(called(path.read_text()) for path in scripts if path.name != "test_docs.py"))
+    assert called(FRAGMENTS[name]) <= known | SHOWN_ONLY
+
+
+def test_every_block_of_code_names_a_language_that_is_run_or_is_no_python() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    languages = {language for page in pages for language, _ in FENCE.findall(page.read_text())}
+    directives = {language for language in languages if language.startswith("{")}
+    assert {language.partition("}")[0] for language in directives} <= {
+        "{code-cell",
+        "{toctree",
+        "{image",
+        "{include",
+    }
+    assert languages - directives <= {"", "python", "sh", "toml"}
 
 
 CAPTURED = "h200-rotation"
@@ -75,7 +116,7 @@ def test_the_readmes_ratios_are_the_records() -> None:
     cpu = [f"{ratio('mlp-500', method, record='cpu-calm')} ({method})" for method in methods]
     assert f"On two CPU cores it costs {', '.join(cpu[:-1])} and {cpu[-1]}" in text
     small = [f"{ratio('digits-100', method, record='cpu-calm')} ({method})" for method in ("cg3", "exact")]
-    assert f"a millisecond, costs {' and '.join(small)}" in text
+    assert f"ms with BackProp, costs {' and '.join(small)}" in text
 
 
 def test_the_readmes_verdict_is_the_peers_pages() -> None:

@@ -149,7 +149,10 @@ def versions() -> dict[str, str]:
     lines = [
         [f"{row[name]:,}" if isinstance(row[name], int) else row[name] for name in columns] for row in tried
     ]
-    return {"table_versions": table([*columns], lines)}
+    gpu = json.loads((RESULTS / "gpu-tests.json").read_text())
+    counts = ", ".join(f"{gpu[name]:,} {name}" for name in ("passed", "failed", "skipped"))
+    tested = f"{gpu['device']}, torch {gpu['torch']}, commit {gpu['commit']}: {counts}"
+    return {"table_versions": table([*columns], lines), "gpu_tests": tested}
 
 
 WAYS = {

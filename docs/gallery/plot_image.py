@@ -108,10 +108,8 @@ fig.colorbar(shown, ax=axes[1, 0], orientation="horizontal", label="mean absolut
 plt.show()
 
 # %%
-# The decibels say the same in numbers: three more halve the squared error. How much there is to gain depends
-# on the network. When this page was written, a SIREN in place of Fourier features did worse with these
-# directions than with Adam alone, and better with ``scaling="gradient", tau_theta=10.0``. Muon was ahead of
-# all of them there too.
+# The decibels say the same in numbers: three more halve the squared error. This is one network with one seed.
+# How much there is to gain depends on the network, and :doc:`/peers` has the record of a SIREN.
 
 psnr = {name: found[1] for name, found in best.items()}
 print(f"proximal directions: {psnr['Adam on proximal directions'] - psnr['Adam']:+.1f} dB for Adam, ", end="")

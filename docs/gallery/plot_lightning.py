@@ -108,3 +108,4 @@ plt.show()
 
 assert plain[-1] < 0.6 * plain[0]
 assert proximal[-1] < 0.6 * proximal[0]
+assert smoothed(plain)[-1] < smoothed(proximal)[-1]  # AdamW alone is ahead, as said above

@@ -176,9 +176,9 @@ plt.show()
 # %%
 # Call a rate useful if the network reaches a loss below 0.6 within a hundred steps. The range of useful rates
 # is wider with proximal directions, and the best loss in it is lower. Without a bound each method has rates
-# that are too large. With one none does, BackProp's included. That has a price in so short a run: where
-# steps are cut, a hundred of them do not take the network as far as the best rate did. Small rates are as
-# they were. So it is still worth tuning the rate.
+# that are too large. With one none does, BackProp's included. That has a price in so short a run: with
+# proximal directions, a hundred steps that are cut do not take the network as far as the best rate did.
+# Small rates are as they were. So it is still worth tuning the rate.
 
 ranges = {}
 for kind, curves in (("", over_rate), (", bounded", over_bounded)):
@@ -192,5 +192,8 @@ for kind, curves in (("", over_rate), (", bounded", over_bounded)):
 for name in ("CG(3)", "Exact"):
     assert ranges[name] >= 2.9 * ranges["BackProp"]
     assert min(over_rate[name]) < 0.6 * min(over_rate["BackProp"])
+    assert min(over_rate[name]) < min(over_bounded[name])  # the price
+for name in SOLVERS:
+    assert over_rate[name][0] == over_bounded[name][0]  # small rates
 assert not any(losses[-1] < START for losses in over_rate.values())
 assert all(loss <= START for losses in over_bounded.values() for loss in losses)

@@ -20,7 +20,9 @@ def test_the_page_names_every_task():
 
 
 def test_every_row_of_the_records_names_its_command_commit_and_machine():
-    for run in RECORDS.all(TASKS):
+    runs = list(RECORDS.all(TASKS))
+    assert runs
+    for run in runs:
         assert run.command.endswith(
             f"--task {run.task} --method {run.method} --trial {run.trial} --seed {run.seed}"
         )
@@ -30,7 +32,9 @@ def test_every_row_of_the_records_names_its_command_commit_and_machine():
 
 
 def test_targets_were_fixed_before_the_other_methods_were_run():
-    for task, target in RECORDS.targets().items():
+    targets = RECORDS.targets()
+    assert targets
+    for task, target in targets.items():
         runs = RECORDS.runs(task)
         reference = [run for run in runs if run.method == protocol.REFERENCE]
         assert [run.method for run in runs[: len(reference)]] == [protocol.REFERENCE] * len(reference)
