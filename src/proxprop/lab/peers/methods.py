@@ -106,7 +106,10 @@ def _soap(model: nn.Module, setting: Setting, task: Task) -> list[Optimizer]:
 
 
 def _shampoo(model: nn.Module, setting: Setting, task: Task) -> list[Optimizer]:
-    """Shampoo with the length of RMSProp's step, its roots computed every ten steps."""
+    """Shampoo with the length of RMSProp's step, its roots computed every ten steps.
+
+    By default the package sums momentum where AdamW averages it, so that steps are ten times as long.
+    """
     package = _package("pytorch_optimizer")
     return [
         package.ScalableShampoo(
@@ -114,6 +117,7 @@ def _shampoo(model: nn.Module, setting: Setting, task: Task) -> list[Optimizer]:
             lr=setting.lr,
             weight_decay=setting.weight_decay,
             decoupled_weight_decay=True,
+            moving_average_for_momentum=True,
             start_preconditioning_step=10,
             preconditioning_compute_steps=10,
             graft_type=RMSPROP,

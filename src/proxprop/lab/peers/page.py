@@ -38,7 +38,9 @@ without a record, came first. After them the ranges of SGD, of ProxProp's direct
 widened, the losses of the differential
 equations were scaled to begin near one, and the image is scored on all its pixels. After AdamW's first recorded
 runs the target became the median of its seeds instead of the worst, and the autoencoder got Glorot's weights,
-because AdamW stayed on a plateau; its first 13 runs there were replaced. The rule by which ProxProp wins or loses
+because AdamW stayed on a plateau; its first 13 runs there were replaced. Shampoo's first 65 runs were replaced too:
+its package sums momentum unless told to average it, so that its steps were ten times as long as its range of rates
+is made for, and its best rate was the smallest in most tasks. The rule by which ProxProp wins or loses
 was made stricter after results were seen: the best peer was first chosen by its trials too, which had counted
 digits as won.
 """
