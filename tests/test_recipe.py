@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from collections import Counter
 from pathlib import Path
 
 import numbers_from_records
@@ -204,39 +203,53 @@ def test_muon_is_told_that_s_may_hurt(caplog: pytest.LogCaptureFixture) -> None:
         assert caplog.messages == []
         proxprop.wrap([torch.optim.Muon(hidden, lr=1e-2), torch.optim.AdamW(rest)], model)
     (message,) = caplog.messages
-    assert "two of five small tasks better and two worse" in message
+    assert "two of seven small tasks better and three worse" in message
 
 
 PEERS = Store(Path(__file__).parents[1] / "results" / "peers")
 FOUND = analysis.cells(PEERS.all(TASKS), PEERS.targets(), PEERS.times())
 
 
-def outcomes(method: str, other: str) -> Counter[str]:
-    """In how many tasks a method's last score wins, ties and loses."""
-    return Counter(
-        analysis.verdict(FOUND[task, method].score, FOUND[task, other].score)
-        for task in analysis.tasks_of(FOUND)
-    )
+def outcomes(method: str, other: str) -> dict[str, list[str]]:
+    """In which tasks a method's last score wins, ties and loses."""
+    found: dict[str, list[str]] = {"wins": [], "ties": [], "loses": []}
+    for task in analysis.tasks_of(FOUND):
+        found[analysis.verdict(FOUND[task, method].score, FOUND[task, other].score)].append(task)
+    return found
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_the_recipe_was_never_clearly_worse_than_the_optimizer_alone(optimizer: str) -> None:
-    assert outcomes(f"running+{optimizer}", optimizer) == {"wins": 2, "ties": 3}
+@pytest.mark.parametrize(("optimizer", "worse"), [("sgd", []), ("adamw", ["convection-small"])])
+def test_the_recipe_was_clearly_worse_than_the_optimizer_alone_in_one_pinn(
+    optimizer: str, worse: list[str]
+) -> None:
+    found = outcomes(f"running+{optimizer}", optimizer)
+    assert len(found["wins"]) == 2
+    assert found["loses"] == worse
 
 
-@pytest.mark.parametrize(("optimizer", "expected"), [("sgd", (1, 3, 1)), ("adamw", (0, 5, 0))])
-def test_the_recipe_is_as_good_as_cg_in_shorter_steps(optimizer: str, expected: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "better", "worse"),
+    [
+        ("sgd", ["anisotropic-small"], ["autoencoder-small"]),
+        ("adamw", [], ["convection-small", "gpt-small"]),
+    ],
+)
+def test_the_recipe_ends_as_cg_does_in_most_tasks_in_shorter_steps(
+    optimizer: str, better: list[str], worse: list[str]
+) -> None:
     running, cg = f"running+{optimizer}", f"cg3+{optimizer}"
-    counted = outcomes(running, cg)
-    assert (counted["wins"], counted["ties"], counted["loses"]) == expected
+    found = outcomes(running, cg)
+    assert (found["wins"], found["loses"]) == (better, worse)
     assert all(FOUND[task, running].ms < 0.7 * FOUND[task, cg].ms for task in analysis.tasks_of(FOUND))
 
 
-def test_under_muon_the_recipe_helps_as_often_as_it_hurts() -> None:
-    assert outcomes("running+muon", "muon") == {"wins": 2, "ties": 1, "loses": 2}
+def test_under_muon_the_recipe_hurts_more_often_than_it_helps() -> None:
+    found = outcomes("running+muon", "muon")
+    assert len(found["wins"]) == 2
+    assert found["loses"] == ["image-small", "poisson-small", "convection-small"]
 
 
-def test_the_recipe_is_the_one_of_the_only_transformer_in_the_records() -> None:
+def test_the_recipe_is_the_one_that_lifted_adamw_in_a_gpt() -> None:
     found = numbers_from_records.found()
     assert float(found["gpt_running"]) < float(found["gpt_adamw"])
     assert numbers_from_records.TENTH == "a running S, ρ = 0.3, S of one step in 10"

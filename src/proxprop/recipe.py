@@ -6,11 +6,10 @@
 | `solver` | `Exact()` | an average is inverted once for many steps |
 | `scaling` | `"gradient"` | directions as long as gradients, so that BackProp's learning rate is a good start |
 
-The recipe is the same for every optimizer, and `tests/test_recipe.py` holds it to the records. In five small tasks
-(docs/peers.md) a running S never made SGD or AdamW clearly worse. It came out like `CG(3)` under AdamW in all five,
-under SGD once better and once worse, in steps that took about half as long. A small GPT is the only transformer in
-the records, and has a running S alone (docs/running.md). Under Muon S made two tasks better and two worse, one of them
-a PINN by far: `wrap` says so to the logger. No GPU task of docs/peers.md has been run.
+The recipe is the same for every optimizer, and `tests/test_recipe.py` holds it to the records (docs/peers.md, seven
+small tasks). A running S made SGD and AdamW clearly worse in one of them, a PINN under AdamW. Under AdamW it never ended
+better than `CG(3)` and in two tasks worse, but its steps take about half as long. Under Muon it made two tasks better and
+three worse, two of them PINNs by far: `wrap` says so to the logger. No GPU task of docs/peers.md has been run.
 """
 
 import logging
@@ -119,7 +118,7 @@ def wrap(
         raise
     if running is not None and any("Muon" in type(held).__name__ for held in attached.optimizers):
         log.warning(
-            "under Muon a running S made two of five small tasks better and two worse (docs/peers.md): compare with "
+            "under Muon a running S made two of seven small tasks better and three worse (docs/peers.md): compare with "
             "Muon alone"
         )
     return attached

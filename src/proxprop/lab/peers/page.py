@@ -57,10 +57,9 @@ on the peers' side. ProxProp *wins* or *loses* if the 95 % bootstrap intervals o
 last columns name the methods that reach the target first.
 """
 
-WRAPPED = """ So the
-records give no reason to take the longer step, and a running S is the only one tried in a transformer
-([running averages](running.md)). They do give reasons to leave S out for PINNs, and to compare with Muon alone first.
-On a GPU, where `CG(3)` can cost less than a running S, the two have not been compared in any task."""
+WRAPPED = """ So it is the
+choice where time counts; where steps count, `CG(3)` is. There are reasons to leave S out for PINNs, and to compare with
+Muon alone first. On a GPU, where `CG(3)` can cost less than a running S, the two have not been compared in any task."""
 
 LIFTS = """## What S brings to an optimizer you already use
 
@@ -187,16 +186,16 @@ def wrapped(found: Cells) -> list[str]:
     for base in BASES:
         pairs = [(found.get((t, f"running+{base}")), found.get((t, f"cg3+{base}"))) for t in tasks_of(found)]
         both = [(ours, cg) for ours, cg in pairs if ours and cg]
-        words = [analysis.verdict(ours.score, cg.score) for ours, cg in both]
         times += [ours.ms / cg.ms for ours, cg in both if math.isfinite(ours.ms / cg.ms)]
-        if words:
-            better, worse = words.count("wins"), words.count("loses")
-            parts.append(
-                f"under {METHODS[base].title} better in {better} and worse in {worse} of {len(words)}"
-            )
+        outcomes: dict[str, list[str]] = {"wins": [], "ties": [], "loses": []}
+        for ours, cg in both:
+            outcomes[analysis.verdict(ours.score, cg.score)].append(ours.task)
+        if both:
+            better, worse = (", ".join(outcomes[word]) or "no task" for word in ("wins", "loses"))
+            parts.append(f"under {METHODS[base].title} better in {better} and worse in {worse}")
     if not parts:
         return []
-    said = f"`proxprop.wrap` takes a running S. Beside `CG(3)` it ended {', '.join(parts)}."
+    said = f"`proxprop.wrap` takes a running S. Beside `CG(3)` it ended {'; '.join(parts)}."
     cost = f" Its step took {min(times):.2f} to {max(times):.2f} times as long as `CG(3)`'s." if times else ""
     return [said + cost + WRAPPED, ""]
 
