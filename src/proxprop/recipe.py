@@ -7,9 +7,9 @@
 | `scaling` | `"gradient"` | directions as long as gradients, so that BackProp's learning rate is a good start |
 
 The recipe is the same for every optimizer, and `tests/test_recipe.py` holds it to the records (docs/peers.md, seven
-small tasks). A running S made SGD and AdamW clearly worse in one of them, a PINN under AdamW. Under AdamW it never ended
-better than `CG(3)` and in two tasks worse, but its steps take about half as long. Under Muon it made two tasks better and
-three worse, two of them PINNs by far: `wrap` says so to the logger. No GPU task of docs/peers.md has been run.
+small tasks). A running S made SGD and AdamW clearly worse in one of them, a PINN under AdamW. Under AdamW it never
+ended better than `CG(3)` and in two tasks worse, but its steps take about half as long. Under Muon it made two tasks
+better and three worse, two of them PINNs by far: `wrap` says so to the logger. No GPU task has been run.
 """
 
 import logging

@@ -76,6 +76,7 @@ def task_figure(chosen: Sequence[Cell]) -> Any:
             ax.set_yscale("log")
             ax.set_ylim(top=ceiling * 1.25)
             ax.set_ylabel(task.score)
+            _plain_within_a_decade(ax.yaxis)
         figure.suptitle(f"{task.name}: {task.score}; grey line: the target", x=0.01, ha="left", fontsize=11)
         handles, names = axes[0, 0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower left", ncols=4, fontsize=9)
@@ -123,8 +124,21 @@ def _last(ax: Any, chosen: Sequence[Cell], ceiling: float) -> None:
             ax.text(ceiling, height, "every trial failed", ha="right", va="center", fontsize=8.5)
     ax.axvline(chosen[0].target, color=FAINT, linewidth=0.9, zorder=1)
     ax.set_yticks(range(len(ordered)), [_title(cell.method) for cell in ordered], fontsize=8.5)
+    ax.set_ylim(-0.7, len(ordered) - 0.3)
     ax.set_xscale("log")
+    _plain_within_a_decade(ax.xaxis)
     ax.set_title("the last score of every fresh seed")
+
+
+def _plain_within_a_decade(axis: Any) -> None:
+    """Mark a logarithmic axis with a few plain numbers where it has less than a power of ten to show."""
+    from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
+
+    low, high = axis.get_view_interval()
+    if high < 10 * low:
+        axis.set_major_locator(MaxNLocator(5))
+        axis.set_major_formatter(ScalarFormatter())
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _trials(ax: Any, chosen: Sequence[Cell], ceiling: float) -> None:
@@ -192,11 +206,13 @@ def _heat(ax: Any, found: Cells) -> None:
     tasks = analysis.tasks_of(found)
     methods = [name for name in METHODS if any((task, name) in found for task in tasks)]
     values = np.array([[_ratio(found.get((task, method))) for task in tasks] for method in methods])
-    ax.imshow(np.log2(np.clip(values, 1 / 8, 8)), cmap="PuOr_r", vmin=-3, vmax=3, aspect="auto")
+    shades = np.log2(np.clip(values, 1 / 8, 8))
+    ax.imshow(shades, cmap="PuOr_r", vmin=-3, vmax=3, aspect="auto")
     for row, column in np.ndindex(*values.shape):
         value = values[row, column]
         text = "" if math.isnan(value) else f"{value:.2f}" if value < 100 else "–"
-        ax.text(column, row, text, ha="center", va="center", fontsize=8.5)
+        color = "white" if abs(shades[row, column]) > 2 else "black"
+        ax.text(column, row, text, ha="center", va="center", fontsize=8.5, color=color)
     ax.set_xticks(range(len(tasks)), tasks, fontsize=8.5, rotation=20, ha="right")
     ax.set_yticks(range(len(methods)), [_title(name) for name in methods], fontsize=8.5)
     ax.grid(False)
@@ -228,5 +244,6 @@ def _settings(ax: Any, found: Cells) -> None:
     ax.set_xticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
     ax.xaxis.set_minor_formatter("")
     ax.set_yticks(range(len(rows)), [_title(method) for method, _ in rows], fontsize=8.5)
+    ax.set_ylim(-0.7, len(rows) - 0.3)
     ax.set_xlabel("score divided by the target, geometric mean over tasks")
     ax.set_title("one setting for all tasks (marker), for each (bar)")
