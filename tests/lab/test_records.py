@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+import proxprop
 from proxprop.lab import records
 from proxprop.lab.config import Config
-from proxprop.lab.records import Run, checkpoint, lines, sealed
+from proxprop.lab.records import Run, checkpoint, environment, lines, sealed
 from proxprop.lab.records.checkpoint import Checkpoint
 from proxprop.lab.records.sealed import Damaged, seal, unseal, write_bytes
 from proxprop.lab.refusal import Refused
@@ -363,3 +365,20 @@ def test_a_number_that_damage_made_infinite_is_noticed():
     line = seal({"step": 15309})
     with pytest.raises(Damaged, match="not what was written"):
         unseal(line.replace("15309", "1E309"))
+
+
+def test_a_commit_is_marked_if_the_package_was_changed_but_not_if_a_record_was(tmp_path, monkeypatch):
+    module, record = tmp_path / "package" / "__init__.py", tmp_path / "results.csv"
+    module.parent.mkdir()
+    module.write_text("")
+    record.write_text("a run\n")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=A", "-c", "user.email=a@example.org"]
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *arguments], check=True)
+    monkeypatch.delenv("PROXPROP_COMMIT", raising=False)
+    monkeypatch.setattr(proxprop, "__file__", str(module))
+    clean = environment.commit()
+    record.write_text("a run\nanother run\n")
+    assert environment.commit() == clean
+    module.write_text("changed = True\n")
+    assert environment.commit() == f"{clean}+"

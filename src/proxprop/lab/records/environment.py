@@ -41,9 +41,9 @@ def device_name(device: torch.device) -> str:
 
 
 def commit() -> str | None:
-    """The commit of the checkout this package runs from, with + if it was changed; None outside of one.
+    """The commit of the checkout this package runs from, with + if the package was changed; None outside of one.
 
-    A copy without its history can be told by the variable PROXPROP_COMMIT.
+    Records that a run adds to the checkout are no change of the package. A copy without its history can be told by the variable PROXPROP_COMMIT.
     """
     if told := os.environ.get("PROXPROP_COMMIT"):
         return told
@@ -52,7 +52,7 @@ def commit() -> str | None:
     inside = _git(folder, "ls-files", "--error-unmatch", "__init__.py")
     if not head or inside is None:
         return None
-    return head + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+    return head + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no", ".") else "")
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
