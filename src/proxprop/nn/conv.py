@@ -27,19 +27,13 @@ class ConvLayer(AffineLayer):
 class Conv1d(ConvLayer, nn.Conv1d):
     """`torch.nn.Conv1d` whose `.grad` after backward is the proximal direction; see `Linear`."""
 
-    plain = nn.Conv1d
-
 
 class Conv2d(ConvLayer, nn.Conv2d):
     """`torch.nn.Conv2d` whose `.grad` after backward is the proximal direction; see `Linear`."""
 
-    plain = nn.Conv2d
-
 
 class Conv3d(ConvLayer, nn.Conv3d):
     """`torch.nn.Conv3d` whose `.grad` after backward is the proximal direction; see `Linear`."""
-
-    plain = nn.Conv3d
 
 
 class ConvTransposeLayer(AffineLayer):
@@ -63,19 +57,13 @@ class ConvTransposeLayer(AffineLayer):
 class ConvTranspose1d(ConvTransposeLayer, nn.ConvTranspose1d):
     """`torch.nn.ConvTranspose1d` whose `.grad` after backward is the proximal direction; see `Linear`."""
 
-    plain = nn.ConvTranspose1d
-
 
 class ConvTranspose2d(ConvTransposeLayer, nn.ConvTranspose2d):
     """`torch.nn.ConvTranspose2d` whose `.grad` after backward is the proximal direction; see `Linear`."""
 
-    plain = nn.ConvTranspose2d
-
 
 class ConvTranspose3d(ConvTransposeLayer, nn.ConvTranspose3d):
     """`torch.nn.ConvTranspose3d` whose `.grad` after backward is the proximal direction; see `Linear`."""
-
-    plain = nn.ConvTranspose3d
 
 
 def geometry(conv: AnyConv | nn.ConvTranspose2d) -> ConvGeometry:

@@ -16,7 +16,7 @@ class Embedding(ProximalLayer, nn.Embedding):
     `B[v] / (λ + count[v])` in closed form. Sparse gradients stay sparse; `padding_idx` receives none.
     """
 
-    plain, names = nn.Embedding, ("weight",)
+    names = ("weight",)
     spaces = EmbeddingTransfer.spaces
 
     def forward(self, input: Tensor) -> Tensor:
@@ -44,7 +44,6 @@ class EmbeddingBag(ProximalLayer, nn.EmbeddingBag):
     one sample a bag.
     """
 
-    plain = nn.EmbeddingBag
     spaces = EmbeddingBagTransfer.spaces
 
     def forward(

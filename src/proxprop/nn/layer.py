@@ -86,8 +86,9 @@ def _setting(name: str) -> Any:
 class ProximalLayer(nn.Module):
     """A layer with torch's own forward, whose parameters receive their proximal direction in backward.
 
-    A subclass names in `plain` the class it stands for, in `spaces` where its system can be solved, and in `names` the
-    parameters of that system. One that is mixed into classes not known ahead leaves `plain` to `derived`.
+    A subclass stands for the torch class that is the last of its bases. It names in `spaces` where its system can be
+    solved, and in `names` the parameters of that system. One that is mixed into classes not known ahead has no such
+    base; `derived` makes its subclasses.
 
     Args:
         *args: as for the plain class.
@@ -115,6 +116,12 @@ class ProximalLayer(nn.Module):
     tau_theta = _setting("tau_theta")
     scaling = _setting("scaling")
     space = _setting("space")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        last: Any = cls.__bases__[-1]
+        if not (hasattr(cls, "plain") or issubclass(last, ProximalLayer)):
+            cls.plain = last
 
     def __init__(
         self,
@@ -156,11 +163,12 @@ class ProximalLayer(nn.Module):
         return _derived[mixin, plain]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a class that was derived by what it was made from: it has no importable name."""
-        if self.mixin is None:
+        """Copy a resting layer as one that is awake, and a derived class by what it was made from: it has no name."""
+        kind = self._awake()
+        if kind is type(self) and kind.mixin is None:
             return super().__reduce_ex__(protocol)
         state = cast(tuple[Any, ...], super().__reduce_ex__(2))[2]
-        return _remake, (self.mixin, self.plain), state
+        return _empty, (kind, None) if kind.mixin is None else (kind.mixin, kind.plain), state
 
     @classmethod
     def _convert(cls, module: nn.Module, settings: Settings, name: str) -> None:
@@ -194,21 +202,25 @@ class ProximalLayer(nn.Module):
     @contextmanager
     def _watched(self, observer: Observer | None = None, planned: Planned | None = None) -> Iterator[None]:
         """Within this context the observer receives the solves of calls, and `planned` their plans."""
-        before, kind = (self._observer, self._planned), type(self)
+        before, rests = (self._observer, self._planned), self._awake() is not type(self)
         self._rest(False)
         self._observer, self._planned = observer, planned
         try:
             yield
         finally:
             self._observer, self._planned = before
-            self._rest("awake" in vars(kind))
+            self._rest(rests)
 
     def _rest(self, resting: bool) -> None:
         """Run only the plain class's own forward from now on, or wake up again."""
-        kind = type(self)
-        awake: Any = vars(kind).get("awake", kind)
+        awake = self._awake()
         self.__class__ = _resting(awake) if resting else awake
         self._rests = resting  # torch 2.11's Dynamo checks a module again only if an attribute changed
+
+    @classmethod
+    def _awake(cls) -> Any:
+        """This class, or the one that it rests for."""
+        return vars(cls).get("awake", cls)
 
     def _note_failure(self, failed: Tensor | None) -> None:
         """Warn once if a solve of this layer failed."""
@@ -344,17 +356,9 @@ class ProximalLayer(nn.Module):
 
 @cache
 def _resting(kind: Any) -> Any:
-    """The class of a layer between two observed steps: a call is the plain class's own forward, eager or compiled.
-
-    A copy or a pickle of a resting layer is awake and not attached.
-    """
-
-    def reduce(layer: ProximalLayer, protocol: Any) -> Any:
-        made, arguments, *state = kind.__reduce_ex__(layer, 2)
-        return (_empty, (kind,), *state) if kind.mixin is None else (made, arguments, *state)
-
+    """The class of a layer between two observed steps: a call is the plain class's own forward, eager or compiled."""
     attributes = {
-        "plain": kind.plain, "awake": kind, "forward": kind.plain.forward, "__reduce_ex__": reduce,
+        "plain": kind.plain, "awake": kind, "forward": kind.plain.forward,
         "__module__": kind.__module__, "__qualname__": kind.__qualname__,
     }  # fmt: skip
     return type(kind.__name__, (kind,), attributes)
@@ -363,12 +367,10 @@ def _resting(kind: Any) -> Any:
 _derived: dict[tuple[type[ProximalLayer], type[nn.Module]], type[ProximalLayer]] = {}
 
 
-def _remake(mixin: type[ProximalLayer], plain: type[nn.Module]) -> nn.Module:
-    return _empty(mixin.derived(plain))
-
-
-def _empty(kind: type[nn.Module]) -> nn.Module:
-    return kind.__new__(kind)
+def _empty(kind: type[ProximalLayer], plain: type[nn.Module] | None) -> nn.Module:
+    """A layer without a state, of a class or of what the class derives from `plain`."""
+    made = kind if plain is None else kind.derived(plain)
+    return made.__new__(made)
 
 
 def _some_train(parameters: Iterable[Tensor | None]) -> bool:
