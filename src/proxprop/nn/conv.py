@@ -1,14 +1,13 @@
 """Convolutions and transposed convolutions in one, two and three dimensions."""
 
 from functools import partial
-from typing import cast
+from typing import ClassVar, cast
 
 from torch import Tensor, nn
 
 from proxprop.nn.affine import AffineLayer
-from proxprop.torch_internals import convolve, output_padding
+from proxprop.torch_internals import convolve
 from proxprop.transfer import ConvGeometry, ConvTransfer, ConvTransposeTransfer, LayerCall
-from proxprop.transfer.conv_transpose import CONVOLVE_TRANSPOSED
 
 AnyConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -16,12 +15,14 @@ AnyConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 class ConvLayer(AffineLayer):
     """Mixed into torch's convolutions, whose attributes it reads."""
 
+    transfer: ClassVar[type[ConvTransfer]] = ConvTransfer
+
     def forward(self, input: Tensor) -> Tensor:
         """torch's own forward."""
         return self._affine(partial(convolve, cast(nn.Conv2d, self)), input)
 
     def _call(self) -> LayerCall:
-        return LayerCall(ConvTransfer, (geometry(cast(nn.Conv2d, self)),))
+        return LayerCall(self.transfer, (geometry(cast(nn.Conv2d, self)),))
 
 
 class Conv1d(ConvLayer, nn.Conv1d):
@@ -36,22 +37,18 @@ class Conv3d(ConvLayer, nn.Conv3d):
     """`torch.nn.Conv3d` whose `.grad` after backward is the proximal direction; see `Linear`."""
 
 
-class ConvTransposeLayer(AffineLayer):
+class ConvTransposeLayer(ConvLayer):
     """Mixed into torch's transposed convolutions, whose attributes it reads."""
+
+    transfer = ConvTransposeTransfer
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """torch's own forward."""
-        conv = cast(nn.ConvTranspose2d, self)
 
         def convolve_transposed(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            extra = output_padding(conv, input, output_size)
-            options = conv.stride, cast(tuple[int, ...], conv.padding), extra, conv.groups, conv.dilation
-            return CONVOLVE_TRANSPOSED[len(extra)](input, weight, bias, *options)
+            return self._plain_forward({"weight": weight, "bias": bias}, input, output_size)
 
         return self._affine(convolve_transposed, input, options=(output_size,))
-
-    def _call(self) -> LayerCall:
-        return LayerCall(ConvTransposeTransfer, (geometry(cast(nn.ConvTranspose2d, self)),))
 
 
 class ConvTranspose1d(ConvTransposeLayer, nn.ConvTranspose1d):

@@ -22,7 +22,8 @@ class NormLayer(ProximalLayer):
             statistics = self._statistics()
             return self._tap(cast(Tensor, super().forward(input)), (input, *statistics))
         parameters = parameter_views(*(self._parameters.get(name) for name in self.names))
-        output = cast(Tensor, self.plain.forward(constant(self, self.plain), input))
+        constants = {name: p.detach() if p is not None else None for name, p in self._parameters.items()}
+        output = self._plain_forward(constants, input)
         return self._attach(output, self._call(), (input, *self._statistics()), parameters)
 
     def _call(self) -> LayerCall:
@@ -109,11 +110,3 @@ class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
     """`torch.nn.InstanceNorm3d` whose scale and shift receive their proximal direction; see `Linear`."""
 
     dimensions = 3
-
-
-def constant(layer: nn.Module, plain: type[nn.Module]) -> nn.Module:
-    """The layer as its plain class with detached parameters; buffers and everything else are the layer's own."""
-    copied = plain.__new__(plain)
-    parameters = {name: p.detach() if p is not None else None for name, p in layer._parameters.items()}
-    vars(copied).update(vars(layer), _parameters=parameters)
-    return copied

@@ -6,15 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxprop.transfer.conv import WEIGHT_GRADIENT, ConvTransfer
+from proxprop.transfer.conv import ConvTransfer
 from proxprop.transfer.conv_gram import from_patches
-from proxprop.transfer.transfer import GramMethod, Parameters
-
-CONVOLVE_TRANSPOSED = {
-    1: functional.conv_transpose1d,
-    2: functional.conv_transpose2d,
-    3: functional.conv_transpose3d,
-}
+from proxprop.transfer.transfer import GramMethod
 
 
 class ConvTransposeTransfer(ConvTransfer):
@@ -28,33 +22,11 @@ class ConvTransposeTransfer(ConvTransfer):
         shapes: of the weight, `[channels, outputs, *filter_size]`, and the bias.
     """
 
+    transposed = True
+
     @staticmethod
     def _channels(weight: torch.Size, groups: int) -> tuple[int, int]:
         return weight[0], weight[1] * groups
-
-    def output(self, parameters: Parameters) -> Tensor:
-        """`conv_transpose(X, W) + b`."""
-        weight, bias = parameters
-        assert weight is not None
-        g = self.geometry
-        Y = CONVOLVE_TRANSPOSED[self.dimensions](
-            self._widened(), weight, bias, g.stride, g.widths, self._extra(), g.groups, g.dilation
-        )
-        return Y.view(self.output_shape)
-
-    def _own_weight_gradient(self, G: Tensor) -> Tensor:
-        """That of the convolution that maps the output back to the input.
-
-        An output padding of a stride or more makes room for filters beyond the input's end; zeros stand there.
-        """
-        g, X = self.geometry, self.batched
-        beyond = [extra // step for extra, step in zip(self._extra(), g.stride, strict=True)]
-        if any(beyond):
-            X = functional.pad(X, [width for more in reversed(beyond) for width in (0, more)])
-        gradient: Tensor = WEIGHT_GRADIENT[self.dimensions](
-            G, self.weight_shape, X, g.stride, g.widths, g.dilation, g.groups
-        )
-        return gradient
 
     def _takes_patches(self) -> bool:
         """Never: a weight is laid out differently here."""
