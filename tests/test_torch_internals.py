@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "proxprop"
 LEAF = torch.ones(2, requires_grad=True)
 
 OWNERS = {
-    torch: ["_foreach_add_", "_foreach_copy_", "_foreach_mul_", "_foreach_norm"],
+    torch: ["_foreach_add_", "_foreach_copy_", "_foreach_mul_", "_foreach_norm", "_foreach_sub"],
     torch._C: [
         "_construct_storage_from_data_pointer",
         "_current_graph_task_id",

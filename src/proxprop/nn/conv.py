@@ -44,11 +44,9 @@ class ConvTransposeLayer(ConvLayer):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """torch's own forward."""
-
-        def convolve_transposed(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return self._plain_forward({"weight": weight, "bias": bias}, input, output_size)
-
-        return self._affine(convolve_transposed, input, options=(output_size,))
+        return self._affine(
+            lambda input, weight, bias: self._plain_forward(input, output_size), input, options=(output_size,)
+        )
 
 
 class ConvTranspose1d(ConvTransposeLayer, nn.ConvTranspose1d):

@@ -1,6 +1,6 @@
 """The base of all proximal layers: their settings, and how a direction is attached to an output."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -289,11 +289,12 @@ class ProximalLayer(nn.Module):
                 f"{self._layer_name}: input and output should be real but are complex; {LEAVE_OUT}"
             )
 
-    def _plain_forward(self, parameters: Mapping[str, Tensor | None], *args: Any) -> Tensor:
-        """The plain class's own forward with other parameters; buffers and everything else are the layer's own."""
-        layer = self.plain.__new__(self.plain)
-        vars(layer).update(vars(self), _parameters=parameters)
-        return cast(Tensor, self.plain.forward(layer, *args))
+    def _plain_forward(self, *args: Any) -> Tensor:
+        """The plain class's own forward from detached parameters, for which torch's backward computes no gradient."""
+        constant = self.plain.__new__(self.plain)
+        parameters = {name: p.detach() if p is not None else None for name, p in self._parameters.items()}
+        vars(constant).update(vars(self), _parameters=parameters)  # buffers and all else are the layer's own
+        return cast(Tensor, self.plain.forward(constant, *args))
 
     def _product(
         self,

@@ -22,8 +22,7 @@ class NormLayer(ProximalLayer):
             statistics = self._statistics()
             return self._tap(cast(Tensor, super().forward(input)), (input, *statistics))
         parameters = parameter_views(*(self._parameters.get(name) for name in self.names))
-        constants = {name: p.detach() if p is not None else None for name, p in self._parameters.items()}
-        output = self._plain_forward(constants, input)
+        output = self._plain_forward(input)
         return self._attach(output, self._call(), (input, *self._statistics()), parameters)
 
     def _call(self) -> LayerCall:

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from proxprop import device, tuning
 from proxprop.device import round_up
-from proxprop.solvers.matmul import square, transposed_product, transposed_square
+from proxprop.solvers.matmul import square, transposed_product, transposed_square, wide
 from proxprop.solvers.rotation import rotate
 from proxprop.transfer.transfer import Parameters, Shapes, Transfer
 
@@ -107,8 +107,8 @@ class Affine(Transfer):
         return self.rows()[:, index]
 
     def to_samples(self, G: Tensor) -> Tensor:
-        """Leading dimensions flattened."""
-        return G.reshape(1, -1, G.shape[-1])
+        """Leading dimensions flattened, in the precision to solve in."""
+        return G.to(wide(G)).reshape(1, -1, G.shape[-1])
 
     def from_samples(self, U: Tensor) -> Tensor:
         """Leading dimensions restored."""

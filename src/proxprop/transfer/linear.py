@@ -48,10 +48,6 @@ class LinearTransfer(Affine):
         like, bias = A.new_empty(()).expand(len(A), outputs), torch.Size([outputs]) if self.bias else None
         return LinearTransfer([A], like, [self.weight_shape, bias], self.transposed)
 
-    def to_samples(self, G: Tensor) -> Tensor:
-        """Leading dimensions flattened."""
-        return super().to_samples(G.to(wide(G)))
-
     def own_price(self) -> float:
         """Higher on a GPU, whose tensor cores make products with K and S cheap."""
         if not self.input.is_cuda:
