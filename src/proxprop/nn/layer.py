@@ -165,10 +165,10 @@ class ProximalLayer(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy a resting layer as one that is awake, and a derived class by what it was made from: it has no name."""
         kind = self._awake()
-        if kind is type(self) and kind.mixin is None:
+        made_of = (kind.mixin, kind.plain) if "mixin" in vars(kind) else (kind, None)
+        if made_of == (type(self), None):
             return super().__reduce_ex__(protocol)
-        state = cast(tuple[Any, ...], super().__reduce_ex__(2))[2]
-        return _empty, (kind, None) if kind.mixin is None else (kind.mixin, kind.plain), state
+        return _empty, made_of, cast(tuple[Any, ...], super().__reduce_ex__(2))[2]
 
     @classmethod
     def _convert(cls, module: nn.Module, settings: Settings, name: str) -> None:
