@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import count
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from proxprop.solvers import CG, SPACES, Plan, Solver
 from proxprop.solvers.plan import possible_spaces
 from proxprop.torch_internals import has_hooks
 from proxprop.transfer import LayerCall
+
+if TYPE_CHECKING:
+    from proxprop.deferred.observing import Attachment
 
 Planned = Callable[[nn.Module, Plan], None]
 """A callback for each system that a forward pass sets up, given the module that owns its parameters and its plan."""
@@ -39,26 +42,6 @@ class Part(NamedTuple):
     blocks: tuple[tuple[str, slice] | None, ...]
     call: LayerCall
     usual: bool = True
-
-
-class Attachment(Protocol):
-    """A layer's tie to deferred mode."""
-
-    def tap(self, output: Tensor, inputs: Sequence[Tensor], part: str, of: Tensor | None = None) -> Tensor:
-        """The output of torch's own forward such that backward adds S of the inputs to one of the layer's systems.
-
-        Args:
-            output: of the layer.
-            inputs: as its products saw them.
-            part: which of the layer's systems this is.
-            of: the tensor that the first input was cast from; other layers that see it share S.
-        """
-
-    def explicit(self) -> bool:
-        """Whether the layer keeps BackProp's gradient."""
-
-    def observed(self) -> bool:
-        """Whether S is summed in this step; else a call is torch's own and nothing else."""
 
 
 COMPUTED = {"weight", "in_proj_weight"}
@@ -107,7 +90,7 @@ class ProximalLayer(nn.Module):
     _failures: FailureWarner
     _observer: Observer | None
     _planned: Planned | None
-    _attached: Attachment | None
+    _attached: "Attachment | None"
     _turn: int
     _rests: bool
     _checked: bool
@@ -194,7 +177,7 @@ class ProximalLayer(nn.Module):
         there = [(name, self._parameters.get(name) is not None) for name in self.names]
         return {"": Part(tuple((name, slice(None)) if has else None for name, has in there), call)}
 
-    def _tie(self, attachment: Attachment | None) -> None:
+    def _tie(self, attachment: "Attachment | None") -> None:
         """Switch to deferred mode, or back to immediate mode if there is no attachment."""
         self._rest(False)
         self._attached = attachment
@@ -264,7 +247,14 @@ class ProximalLayer(nn.Module):
     def _tap(
         self, output: Tensor, inputs: Sequence[Tensor], part: str = "", of: Tensor | None = None
     ) -> Tensor:
-        """The output of torch's own forward. If deferred mode observes the call, backward adds S of its inputs."""
+        """The output of torch's own forward. If deferred mode observes the call, backward adds S of its inputs.
+
+        Args:
+            output: of the layer.
+            inputs: as its products saw them.
+            part: which of the layer's systems this is.
+            of: the tensor that the first input was cast from; other layers that see it share S.
+        """
         if not self._observed():
             return output
         assert self._attached is not None
