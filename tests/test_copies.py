@@ -43,7 +43,6 @@ def test_a_copy_gives_the_same_directions(solver, clone: Callable[[nn.Module], n
     assert_same(directions(copied, images()), directions(model, images()))
 
 
-@works("`deepcopy`, pickle, `torch.save` and `torch.load` of the model")
 def test_a_copy_of_a_subclass_is_of_that_subclass() -> None:
     class Plain(nn.Linear):
         pass
@@ -54,6 +53,7 @@ def test_a_copy_of_a_subclass_is_of_that_subclass() -> None:
     assert type(copy.deepcopy(Own(3, 2))) is Own
 
 
+@works("`deepcopy`, pickle, `torch.save` and `torch.load` of the model")
 def test_a_copy_trains_on_its_own() -> None:
     model = small_model()
     copied = copy.deepcopy(model)

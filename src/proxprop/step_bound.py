@@ -134,7 +134,7 @@ class Bounded:
 
     @torch.no_grad()
     def _keep_parameters(self, optimizer: Optimizer, *_: Any) -> None:
-        """Before a step."""
+        """Keep the parameters as they are before a step."""
         if len(self._held) != sum(len(group["params"]) for group in optimizer.param_groups):
             raise RuntimeError(
                 "the optimizer got other parameters after proxprop.bound: call .detach() on what it returned, then "

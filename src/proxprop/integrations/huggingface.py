@@ -84,7 +84,7 @@ class ProxPropCallback(Session, TrainerCallback):
         self._end()
 
     def _end(self) -> None:
-        """As for every session; and save no running averages any more."""
+        """End the session, and save no running averages any more."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

@@ -53,7 +53,7 @@ class ProxPropCallback(Session, Callback):
         self._end()
 
     def _end(self) -> None:
-        """As for every session; its averages can still be saved."""
+        """End the session, whose averages can still be saved."""
         if self.attached is not None:
             self._last = self.attached.state_dict()
         super()._end()

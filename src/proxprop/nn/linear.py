@@ -44,7 +44,7 @@ class Bilinear(AffineLayer, nn.Bilinear):
         return LayerCall(BilinearTransfer)
 
     def _cast(self, input: Tensor) -> Tensor:
-        """As it is: autocast leaves bilinear products alone."""
+        """The input as it is: autocast leaves bilinear products alone."""
         return input
 
 

@@ -221,7 +221,7 @@ class ConvTransfer(Affine):
         return choose(self.batched, self.geometry, self.sizes)
 
     def own_price(self) -> float:
-        """Higher on a GPU."""
+        """Price of a FLOP of φ and φ*, which is higher on a GPU."""
         return tuning.OWN_PRICE_ON_A_GPU if self.batched.is_cuda else 1.0
 
     def _images(self, numbers: int, most: int) -> Iterator[slice]:

@@ -29,7 +29,7 @@ class ConvTransposeTransfer(ConvTransfer):
         return weight[0], weight[1] * groups
 
     def _takes_patches(self) -> bool:
-        """Never: a weight is laid out differently here."""
+        """Whether gradients may come from patches: never, because a weight is laid out differently here."""
         return False
 
     def _choose(self) -> GramMethod:
@@ -56,11 +56,11 @@ class ConvTransposeTransfer(ConvTransfer):
         return [n - (m - 1) * step + sum(pad) - e * (k - 1) - 1 for n, m, step, pad, e, k in walks]
 
     def _windows(self, padded: Tensor) -> Tensor:
-        """Taps in reverse order."""
+        """Views as of a convolution, with the taps in reverse order."""
         return super()._windows(padded).flip(list(range(2 + self.dimensions, 2 + 2 * self.dimensions)))
 
     def _steps(self) -> tuple[int, ...]:
-        """Every position of the spread-out input is an output's."""
+        """How far apart patches are: every position of the spread-out input is an output's."""
         return (1,) * self.dimensions
 
     def _columns(self, weight: Tensor) -> Tensor:
