@@ -43,6 +43,16 @@ def test_a_copy_gives_the_same_directions(solver, clone: Callable[[nn.Module], n
     assert_same(directions(copied, images()), directions(model, images()))
 
 
+def test_a_copy_of_a_subclass_is_of_that_subclass() -> None:
+    class Plain(nn.Linear):
+        pass
+
+    class Own(type(proxprop.convert(Plain(3, 2), include_last=True))):
+        pass
+
+    assert type(copy.deepcopy(Own(3, 2))) is Own
+
+
 @works("`deepcopy`, pickle, `torch.save` and `torch.load` of the model")
 def test_a_copy_trains_on_its_own() -> None:
     model = small_model()

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "proxprop"
 LEAF = torch.ones(2, requires_grad=True)
 
 OWNERS = {
-    torch: ["_foreach_add_", "_foreach_copy_", "_foreach_mul_", "_foreach_norm"],
+    torch: ["_foreach_add_", "_foreach_copy_", "_foreach_mul_", "_foreach_norm", "_foreach_sub"],
     torch._C: [
         "_construct_storage_from_data_pointer",
         "_current_graph_task_id",
@@ -35,12 +35,11 @@ OWNERS = {
     torch.utils._pytree: ["TreeSpec", "tree_flatten", "tree_unflatten"],
     forward_ad: ["_current_level"],
     functional: ["_mha_shape_check"],
+    nn.Conv2d: ["_conv_forward"],
     FSDPModule: ["_get_fsdp_state"],
     FSDPState: ["_fsdp_param_group"],
     torch.distributed.ProcessGroup: ["_device_types", "_get_backend"],
     nn.parallel.DistributedDataParallel: ["_get_active_ddp_module"],
-    nn.Conv2d: ["_conv_forward"],
-    nn.ConvTranspose2d: ["_output_padding"],
     nn.Linear(1, 1): ["_backward_hooks", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_modules", "_parameters"],
     LEAF: ["_backward_hooks", "_base", "_nnz", "_post_accumulate_grad_hooks", "_version"],
     LEAF.view(2).grad_fn: ["_sequence_nr", "_set_sequence_nr"],

@@ -8,13 +8,14 @@ by these. What can't be described is traced: embeddings and normalisations, whic
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from proxprop.backward import Task, no_autocast, precision
 from proxprop.failures import FailureWarner
-from proxprop.settings import Scaling, Settings, Space
+from proxprop.settings import Settings
 from proxprop.solvers import CG, Exact, Solver
 from proxprop.transfer import (
     ConvGeometry,
@@ -77,16 +78,7 @@ def _numbers(solver: Solver) -> list[int]:
 
 @torch.library.impl("proxprop::direction", "default")
 def _direction(
-    input: Tensor,
-    G: Tensor,
-    weight: Sequence[int] | None,
-    bias: Sequence[int] | None,
-    call: str,
-    numbers: Sequence[int],
-    solver: Sequence[int],
-    tau_theta: float,
-    scaling: Scaling,
-    space: Space | None,
+    input: Tensor, G: Tensor, weight: Sequence[int] | None, bias: Sequence[int] | None, *description: Any
 ) -> list[Tensor]:
     """Solve as an eager backward pass does.
 
@@ -94,15 +86,13 @@ def _direction(
         input: of the layer.
         G: gradient of the loss at its output.
         weight, bias: their shapes; None for one that is not trained.
-        call, numbers: name and numbers of the layer's call.
-        solver: see `_numbers`.
-        tau_theta, scaling, space: see `proxprop.convert`.
+        description: of the call and its settings, as for `_task`.
 
     Returns:
         The direction of each trained parameter, contiguous, in the precision that it is solved in.
     """
     shapes = [torch.Size(shape) if shape is not None else None for shape in (weight, bias)]
-    task = _task(call, tuple(numbers), tuple(solver), tau_theta, scaling, space, *shapes)
+    task = _task(*shapes, *(tuple(part) if isinstance(part, list) else part for part in description))
     with torch.no_grad(), no_autocast(G.device.type):
         found = task.direction((input,), G, shapes)
     return [d.contiguous() for d in found if d is not None]
@@ -116,20 +106,19 @@ def _fake(input, G, weight, bias, *description):  # type: ignore[no-untyped-def]
 
 @lru_cache(maxsize=1024)
 def _task(
+    weight: torch.Size | None,
+    bias: torch.Size | None,
     call: str,
     numbers: tuple[int, ...],
     solver: tuple[int, ...],
-    tau_theta: float,
-    scaling: Scaling,
-    space: Space | None,
-    *shapes: torch.Size | None,
+    *settings: Any,
 ) -> Task:
     """The task that was described. Compiled layers that are alike share it, and its one warning."""
     chosen = CG(solver[0], bool(solver[1])) if solver else Exact()
-    shown = " and ".join(str(list(shape)) for shape in shapes if shape is not None)
+    shown = " and ".join(str(list(shape)) for shape in (weight, bias) if shape is not None)
     return Task(
         call_of(call, numbers),
-        Settings(chosen, tau_theta, scaling, space),
+        Settings(chosen, *settings),
         layer=f"a compiled layer with parameters of shape {shown}",
         failures=FailureWarner(),
         observer=None,

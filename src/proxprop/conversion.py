@@ -166,9 +166,6 @@ def _inside_generic(model: nn.Module, takes: Takes) -> set[nn.Module]:
 
 LAZY = "the shape of its lazy layers is not known yet: run the model once, then convert"
 QUANTIZED = "quantisation-aware layers round their weight, so their output is not linear in it"
-PARAMETRIZED = (
-    "its parameters are computed by a parametrization, and no layer is linear in what computes them"
-)
 
 
 def refusal(module: nn.Module) -> str:
@@ -187,7 +184,9 @@ def obstacle(module: nn.Module) -> str:
     if (why := refusal(module)) or known(kind) is not None:
         return why
     if is_parametrized(module):
-        return PARAMETRIZED
+        return (
+            "its parameters are computed by a parametrization, and no layer is linear in what computes them"
+        )
     if isinstance(module, LazyModuleMixin):
         return LAZY
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
@@ -292,7 +291,7 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> set[nn.Module]:
         named = [
             module
             for name, module in model.named_modules(remove_duplicate=False)
-            if fnmatchcase(name, pattern) or _names_a_parameter(name, module, pattern)
+            if any(fnmatchcase(each, pattern) for each in _names(name, module))
         ]
         if not named:
             names = ", ".join(n for n, module in model.named_modules() if by_default(plain_class(module)))
@@ -301,9 +300,9 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> set[nn.Module]:
     return found
 
 
-def _names_a_parameter(name: str, module: nn.Module, pattern: str) -> bool:
-    prefix = f"{name}." if name else ""
-    return any(fnmatchcase(prefix + own, pattern) for own, _ in module.named_parameters(recurse=False))
+def _names(name: str, module: nn.Module) -> list[str]:
+    """The names of a module and of its own parameters."""
+    return [name, *(own for own, _ in module.named_parameters(name, recurse=False))]
 
 
 def _nothing_to_convert(model: nn.Module, wanted: _Wanted, last: nn.Module | None) -> str:

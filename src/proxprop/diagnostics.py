@@ -11,12 +11,12 @@ from proxprop.backward import Observer
 from proxprop.deferred import Attached
 from proxprop.deferred.average import Average
 from proxprop.deferred.equation import Equation
+from proxprop.deferred.layouts import BlockLayout
 from proxprop.direction import Direction
 from proxprop.nn import ProximalLayer
 from proxprop.settings import Settings
 from proxprop.solvers import CG, Plan
 from proxprop.transfer import Transfer
-from proxprop.transfer.layouts import BlockLayout
 
 
 class Report(NamedTuple):

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from proxprop.device import is_transformed
-
-LOOKED_AT = 32
-"""A GPU checks one in this many solves of a layer, starting with the first."""
+from proxprop.tuning import FAILURES_CHECKED_EVERY
 
 
 @dataclass
@@ -37,7 +35,7 @@ class FailureWarner:
             return
         if failed.is_cuda:
             self.solves += 1
-            if self.pending is None and self.solves % LOOKED_AT != 1:
+            if self.pending is None and self.solves % FAILURES_CHECKED_EVERY != 1:
                 return
         if failed.is_meta or is_transformed(failed):  # a stand-in has no value
             return
@@ -50,7 +48,7 @@ class FailureWarner:
         if self.pending is not None and self.pending[1].query():
             arrived, self.pending = bool(self.pending[0]), None
             self._warn_if(arrived, layer, reason)
-        if self.pending is None and self.solves % LOOKED_AT == 1:
+        if self.pending is None and self.solves % FAILURES_CHECKED_EVERY == 1:
             event = torch.cuda.Event()
             self.pending = failed.any().to("cpu", non_blocking=True), event
             event.record()

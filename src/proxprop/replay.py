@@ -135,7 +135,7 @@ class Replays:
 
     def _is_due(self, question: Hashable, bytes: int) -> bool:
         """Whether a solve was seen often enough to be captured, and is not to wait for a larger one."""
-        if len(self.seen) > MOST_SEEN:
+        if len(self.seen) > tuning.REPLAYS_COUNTED:
             self.seen.clear()
         self.seen[question] = self.seen.get(question, 0) + 1
         self.largest = max(self.largest, bytes)
@@ -149,10 +149,6 @@ class Replays:
         if self.last is not None and current is not None and current != self.last:
             current.wait_stream(self.last)
         self.last = current
-
-
-MOST_SEEN = 4096
-"""Solves that are counted at a time."""
 
 
 def size(tensors: Sequence[Tensor]) -> int:

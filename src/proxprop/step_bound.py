@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from proxprop.distributed import mesh_of
-from proxprop.torch_internals import Tensors, copy_all, differences, norms
+from proxprop.torch_internals import copy_all, differences, norms
 
 
 def bound(
@@ -134,7 +134,7 @@ class Bounded:
 
     @torch.no_grad()
     def _keep_parameters(self, optimizer: Optimizer, *_: Any) -> None:
-        """Before a step."""
+        """Keep the parameters as they are before a step."""
         if len(self._held) != sum(len(group["params"]) for group in optimizer.param_groups):
             raise RuntimeError(
                 "the optimizer got other parameters after proxprop.bound: call .detach() on what it returned, then "
@@ -156,7 +156,7 @@ class Bounded:
             old.lerp_(parameter, self.factor.to(parameter.device, parameter.dtype))
         copy_all(self._held, before)
 
-    def _length(self, tensors: Tensors) -> Tensor:
+    def _length(self, tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
         """The norm of all tensors together."""
         found = norms(tensors, 2, self._dtype)
         length: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(tensors[0].device) for norm in found]))

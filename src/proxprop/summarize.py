@@ -12,7 +12,6 @@ from torch import nn
 from proxprop.conversion import check_module, last_layer, obstacle, owns_parameters, plain_class
 from proxprop.deferred.attaching import deferred_plan, gram_bytes
 from proxprop.deferred.average import Running
-from proxprop.deferred.observing import Attachment
 from proxprop.deferred.owners import in_units
 from proxprop.nn import ProximalLayer, by_default
 from proxprop.solvers import FEATURE, Plan
@@ -197,7 +196,7 @@ def summary(model: nn.Module, example: Any) -> Summary:
 
 def _running(model: nn.Module) -> Running | None:
     layers = (module for module in model.modules() if isinstance(module, ProximalLayer))
-    ties = (layer._attached for layer in layers if isinstance(layer._attached, Attachment))
+    ties = (layer._attached for layer in layers if layer._attached is not None)
     return next((tie.handle.averages.running for tie in ties if tie.handle.averages is not None), None)
 
 

@@ -117,12 +117,6 @@ def convolve(conv: nn.Conv2d, input: Tensor, weight: Tensor, bias: Tensor | None
     return output
 
 
-def output_padding(conv: nn.ConvTranspose2d, input: Tensor, size: list[int] | None) -> list[int]:
-    """The padding that gives a transposed convolution's output this size. Without it, the size is refused."""
-    stride, padding, taps, dilation = map(list, (conv.stride, conv.padding, conv.kernel_size, conv.dilation))
-    return conv._output_padding(input, size, stride, padding, taps, len(taps), dilation)  # type: ignore[arg-type]
-
-
 def is_batched_attention(inputs: Sequence[Tensor], masks: Sequence[Tensor | None], heads: int) -> bool:
     """Whether query, key and value are batched. Without it, attention's errors about shapes differ from torch's."""
     batched: bool = functional._mha_shape_check(*inputs, *masks, heads)  # type: ignore[attr-defined]
@@ -131,32 +125,8 @@ def is_batched_attention(inputs: Sequence[Tensor], masks: Sequence[Tensor | None
 
 # Many tensors at once: without these, running averages and bounded steps take one call for each layer
 
-Tensors = list[Tensor] | tuple[Tensor, ...]
-
-
-def norms(tensors: Tensors, order: float, dtype: torch.dtype | None = None) -> Tensors:
-    """The norm of each tensor, summed in this precision."""
-    return torch._foreach_norm(tensors, order, dtype)
-
-
-def differences(tensors: Tensors, others: Tensors) -> Tensors:
-    """Each tensor minus another tensor."""
-    return torch._foreach_sub(tensors, others)
-
-
-def multiply_all(tensors: Tensors, scales: Tensors) -> None:
-    """Multiply each tensor by its scale, in place."""
-    torch._foreach_mul_(tensors, scales)
-
-
-def add_all(tensors: Tensors, others: Tensors) -> None:
-    """Add another tensor to each tensor, in place."""
-    torch._foreach_add_(tensors, others)
-
-
-def copy_all(tensors: Tensors, others: Tensors) -> None:
-    """Copy another tensor into each tensor."""
-    torch._foreach_copy_(tensors, others)
+norms, differences = torch._foreach_norm, torch._foreach_sub
+add_all, multiply_all, copy_all = torch._foreach_add_, torch._foreach_mul_, torch._foreach_copy_
 
 
 # Memory

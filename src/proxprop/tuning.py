@@ -96,8 +96,16 @@ REPLAYED_AFTER = 4
 REPLAYS = 256
 """Most captured solves kept on a device; the least recently used one is dropped first. Not tuned."""
 
+REPLAYS_COUNTED = 4096
+"""Most kinds of solves that are counted until one of them is captured; then counting starts anew. Not tuned."""
+
 REPLAYED_MOST_BYTES = 2**25
 """Most bytes of the input and G of a captured solve; larger solves keep a GPU busy anyway (h200-ways-mlp-fp32.json)."""
+
+# Failures (`failures.py`)
+
+FAILURES_CHECKED_EVERY = 32
+"""A GPU checks one in this many solves of a layer for a failure, starting with the first. Not tuned."""
 
 # Convolutions (`transfer/conv.py`, `transfer/gram_*.py`)
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from cases import relative_error
 from proxprop import tuning
 from proxprop.nn.conv import geometry
-from proxprop.transfer import ConvTransfer, ConvTransposeTransfer, LayerCall, LinearTransfer, conv
+from proxprop.transfer import ConvTransfer, ConvTransposeTransfer, LayerCall, LinearTransfer
 from transfer.image_rows import ByImageRows
 
 
@@ -100,8 +100,10 @@ def test_bfloat16_images_are_in_float32_a_few_at_a_time(name: str, monkeypatch: 
     X = torch.randn(5, layer.in_channels, 8, 8).bfloat16()
     G = layer(X.float()).bfloat16()
     monkeypatch.setattr(tuning, "FLOAT32_COPY_MOST_NUMBERS", 2 * G[0].numel())
-    counts, own = [], conv.WEIGHT_GRADIENT[2]
-    monkeypatch.setitem(conv.WEIGHT_GRADIENT, 2, lambda *given: counts.append(len(given[0])) or own(*given))
+    counts, own = [], ConvTransfer._own_weight_gradient
+    monkeypatch.setattr(
+        ConvTransfer, "_own_weight_gradient", lambda transfer, G: counts.append(len(G)) or own(transfer, G)
+    )
     transfer = convolution(name, X, G)
     transfer.gradient(G)
     transfer.normal(torch.randn(1, transfer.sizes.features, transfer.sizes.outputs))

@@ -19,13 +19,13 @@ from torch import Tensor
 from proxprop import device
 from proxprop.backward import as_transfer, no_autocast, precision
 from proxprop.deferred.equation import Equation, equation_of
+from proxprop.deferred.layouts import BlockLayout
 from proxprop.deferred.preconditioner import rows_pay
 from proxprop.distributed import mesh_of, several_ranks
 from proxprop.nn.layer import Part, ProximalLayer
 from proxprop.solvers import DIAGONAL
 from proxprop.torch_internals import is_due, writes
 from proxprop.transfer import Affine, LinearTransfer, Shapes, Transfer
-from proxprop.transfer.layouts import BlockLayout
 
 if TYPE_CHECKING:
     from proxprop.deferred.average import Running

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from proxprop.deferred.equation import Equation, Term, join, total
+from proxprop.deferred.layouts import BlockLayout
 from proxprop.deferred.observing import Cluster, Pair
 from proxprop.deferred.preconditioner import (
     Due,
@@ -26,7 +27,6 @@ from proxprop.deferred.preconditioner import (
 )
 from proxprop.deferred.writer import bring_operators, plain
 from proxprop.torch_internals import add_all, multiply_all, norms
-from proxprop.transfer.layouts import BlockLayout
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from proxprop.deferred.layouts import BlockLayout, JointLayout
 from proxprop.nn.layer import Part, ProximalLayer
 from proxprop.transfer import Affine, Layout, Shapes
-from proxprop.transfer.layouts import BlockLayout, JointLayout
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,22 +1,20 @@
 """ProxProp under the Trainer of `transformers`: one callback, whose state is in the Trainer's checkpoints."""
 
 import warnings
-from typing import Any, Unpack
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from proxprop.deferred import Attached
 from proxprop.integrations.session import Session
-from proxprop.recipe import Options
 
 KEY = "proxprop"
 """Where the optimizer's saved state has the running averages: an entry of its first parameter group."""
 
 
-class ProxPropCallback(TrainerCallback):
+class ProxPropCallback(Session, TrainerCallback):
     """Train with proximal directions: pass it to the Trainer, and change nothing else.
 
     When training starts it converts the model and attaches the optimizer that the Trainer made (`proxprop.wrap`). Each
@@ -39,26 +37,16 @@ class ProxPropCallback(TrainerCallback):
         >>> callback = ProxPropCallback(exclude=["score"])  # Trainer(model, args, callbacks=[callback], ...)
     """
 
-    def __init__(self, **options: Unpack[Options]) -> None:
-        self._options = options
-        self._session: Session | None = None
-        self._hook: RemovableHandle | None = None
-        self._max_norm = 0.0
-
-    @property
-    def attached(self) -> Attached | None:
-        """The handle that `proxprop.wrap` returned, while training runs."""
-        return self._session.attached if self._session is not None else None
+    _hook: RemovableHandle | None = None
+    _max_norm = 0.0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Convert, attach, and go on from the checkpoint's averages."""
-        self._end()
         optimizer: Optimizer = kwargs["optimizer"]
         saved: dict[str, Tensor] | None = optimizer.param_groups[0].pop(KEY, None)
-        self._session = Session(optimizer, kwargs["model"], self._options, saved)
-        attached = self._session.attached
+        attached = self._begin(optimizer, kwargs["model"], saved)
         if state.global_step and saved is None and attached.averages is not None:
             warnings.warn(
                 f"training resumes at step {state.global_step} from a checkpoint without running averages, so they "
@@ -84,8 +72,7 @@ class ProxPropCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Solve, then clip as the Trainer would have."""
-        assert self._session is not None
-        self._session.solve(kwargs["optimizer"])
+        self._solve(kwargs["optimizer"])
         args.max_grad_norm, self._max_norm = self._max_norm, 0.0
         if args.max_grad_norm:
             nn.utils.clip_grad_norm_(kwargs["model"].parameters(), args.max_grad_norm)
@@ -97,8 +84,8 @@ class ProxPropCallback(TrainerCallback):
         self._end()
 
     def _end(self) -> None:
-        """End what runs, also what an error left behind."""
-        if self._session is not None and self._hook is not None:
+        """End the session, and save no running averages any more."""
+        if self._hook is not None:
             self._hook.remove()
-            self._session.end()
-            self._session = self._hook = None
+            self._hook = None
+        super()._end()

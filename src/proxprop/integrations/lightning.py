@@ -5,7 +5,6 @@ from typing import Any, Unpack
 from torch import Tensor
 from torch.optim import Optimizer
 
-from proxprop.deferred import Attached
 from proxprop.integrations.session import Session
 from proxprop.recipe import Options
 
@@ -15,7 +14,7 @@ except ImportError:  # the same library under its newer name
     from lightning.pytorch import Callback, LightningModule, Trainer  # type: ignore[import-not-found, no-redef]
 
 
-class ProxPropCallback(Callback):
+class ProxPropCallback(Session, Callback):
     """Train with proximal directions: pass it to the Trainer, and change nothing else.
 
     When training starts it converts the module and attaches its optimizers (`proxprop.wrap`). Each step is solved once
@@ -34,39 +33,30 @@ class ProxPropCallback(Callback):
     """
 
     def __init__(self, **options: Unpack[Options]) -> None:
-        self._options = options
-        self._session: Session | None = None
+        super().__init__(**options)
         self._given: dict[str, Tensor] = {}
         self._last: dict[str, Tensor] = {}
 
-    @property
-    def attached(self) -> Attached | None:
-        """The handle that `proxprop.wrap` returned, while training runs."""
-        return self._session.attached if self._session is not None else None
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Convert, attach, and go on from the checkpoint's averages."""
-        self._end()
-        self._session = Session(trainer.optimizers, pl_module, self._options, self._given)
+        self._begin(trainer.optimizers, pl_module, self._given)
         self._given = {}
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         """Solve; Lightning clips after this."""
-        if self._session is not None:
-            self._session.solve(optimizer)
+        self._solve(optimizer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the module back as it was."""
         self._end()
 
     def _end(self) -> None:
-        """End what runs, also what an error left behind; its averages can still be saved."""
-        if self._session is not None:
-            self._last = self._session.attached.state_dict()
-            self._session.end()
-            self._session = None
+        """End the session, whose averages can still be saved."""
+        if self.attached is not None:
+            self._last = self.attached.state_dict()
+        super()._end()
 
     def state_dict(self) -> dict[str, Any]:
         """The running averages, for Lightning's checkpoint."""

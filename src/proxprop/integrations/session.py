@@ -1,6 +1,7 @@
 """What the callbacks of all libraries share: a model that is wrapped while a trainer runs, and then given back."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Unpack
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,43 +13,48 @@ from proxprop.recipe import Options, wrap
 
 
 class Session:
-    """One call of a trainer: `proxprop.wrap` at its start, the model as it was before at its end.
+    """Mixed into a callback: `proxprop.wrap` when training starts, the model as it was before when training ends.
 
     Args:
-        optimizer: as in `wrap`.
-        model: as in `wrap`. Layers that were proximal before stay so.
-        options: as in `wrap`.
-        state: running averages to go on from; none to start anew.
+        options: what `proxprop.wrap` takes.
+
+    Attributes:
+        attached: the handle that `proxprop.wrap` returned, while training runs; None otherwise.
     """
 
-    def __init__(
+    def __init__(self, **options: Unpack[Options]) -> None:
+        self._options = options
+        self._converted: nn.Module | None = None
+        self.attached: Attached | None = None
+
+    def _begin(
         self,
         optimizer: Optimizer | Sequence[Optimizer],
         model: nn.Module,
-        options: Options,
         state: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        self._model = model
-        self._converts = not any(isinstance(module, ProximalLayer) for module in model.modules())
-        self.attached: Attached = wrap(optimizer, model, **options)
-        if not state:
-            return
+    ) -> Attached:
+        """Wrap the model, and go on from these running averages. Layers that were proximal before stay so."""
+        self._end()
+        plain = not any(isinstance(module, ProximalLayer) for module in model.modules())
+        self.attached = attached = wrap(optimizer, model, **self._options)
+        self._converted = model if plain else None
         try:
-            self.attached.load_state_dict(state)
+            if state:
+                attached.load_state_dict(state)
         except ValueError:
-            self.end()
+            self._end()
             raise
+        return attached
 
-    def solve(self, optimizer: Optimizer) -> None:
+    def _solve(self, optimizer: Optimizer) -> None:
         """Turn the gradients of what an optimizer holds into directions, ahead of clipping."""
-        self.attached.solve(_parameters(optimizer))
+        if self.attached is not None:
+            self.attached.solve(held for group in optimizer.param_groups for held in group["params"])
 
-    def end(self) -> None:
-        """Detach, and revert what was converted at the start."""
-        self.attached.detach()
-        if self._converts:
-            revert(self._model)
-
-
-def _parameters(optimizer: Optimizer) -> Iterable[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+    def _end(self) -> None:
+        """End what runs, also what an error left behind: detach, and revert what was converted at the start."""
+        if self.attached is not None:
+            self.attached.detach()
+        if self._converted is not None:
+            revert(self._converted)
+        self.attached = self._converted = None

@@ -20,8 +20,6 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
     `in_proj_weight`, one for each slice of it where query, key and value differ, and one for `out_proj`.
     """
 
-    plain = nn.MultiheadAttention
-
     def forward(
         self,
         query: Tensor,

@@ -1,14 +1,13 @@
 """Convolutions and transposed convolutions in one, two and three dimensions."""
 
 from functools import partial
-from typing import cast
+from typing import ClassVar, cast
 
 from torch import Tensor, nn
 
 from proxprop.nn.affine import AffineLayer
-from proxprop.torch_internals import convolve, output_padding
+from proxprop.torch_internals import convolve
 from proxprop.transfer import ConvGeometry, ConvTransfer, ConvTransposeTransfer, LayerCall
-from proxprop.transfer.conv_transpose import CONVOLVE_TRANSPOSED
 
 AnyConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -16,66 +15,50 @@ AnyConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 class ConvLayer(AffineLayer):
     """Mixed into torch's convolutions, whose attributes it reads."""
 
+    transfer: ClassVar[type[ConvTransfer]] = ConvTransfer
+
     def forward(self, input: Tensor) -> Tensor:
         """torch's own forward."""
         return self._affine(partial(convolve, cast(nn.Conv2d, self)), input)
 
     def _call(self) -> LayerCall:
-        return LayerCall(ConvTransfer, (geometry(cast(nn.Conv2d, self)),))
+        return LayerCall(self.transfer, (geometry(cast(nn.Conv2d, self)),))
 
 
 class Conv1d(ConvLayer, nn.Conv1d):
     """`torch.nn.Conv1d` whose `.grad` after backward is the proximal direction; see `Linear`."""
 
-    plain = nn.Conv1d
-
 
 class Conv2d(ConvLayer, nn.Conv2d):
     """`torch.nn.Conv2d` whose `.grad` after backward is the proximal direction; see `Linear`."""
-
-    plain = nn.Conv2d
 
 
 class Conv3d(ConvLayer, nn.Conv3d):
     """`torch.nn.Conv3d` whose `.grad` after backward is the proximal direction; see `Linear`."""
 
-    plain = nn.Conv3d
 
-
-class ConvTransposeLayer(AffineLayer):
+class ConvTransposeLayer(ConvLayer):
     """Mixed into torch's transposed convolutions, whose attributes it reads."""
+
+    transfer = ConvTransposeTransfer
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """torch's own forward."""
-        conv = cast(nn.ConvTranspose2d, self)
-
-        def convolve_transposed(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            extra = output_padding(conv, input, output_size)
-            options = conv.stride, cast(tuple[int, ...], conv.padding), extra, conv.groups, conv.dilation
-            return CONVOLVE_TRANSPOSED[len(extra)](input, weight, bias, *options)
-
-        return self._affine(convolve_transposed, input, options=(output_size,))
-
-    def _call(self) -> LayerCall:
-        return LayerCall(ConvTransposeTransfer, (geometry(cast(nn.ConvTranspose2d, self)),))
+        return self._affine(
+            lambda input, weight, bias: self._plain_forward(input, output_size), input, options=(output_size,)
+        )
 
 
 class ConvTranspose1d(ConvTransposeLayer, nn.ConvTranspose1d):
     """`torch.nn.ConvTranspose1d` whose `.grad` after backward is the proximal direction; see `Linear`."""
 
-    plain = nn.ConvTranspose1d
-
 
 class ConvTranspose2d(ConvTransposeLayer, nn.ConvTranspose2d):
     """`torch.nn.ConvTranspose2d` whose `.grad` after backward is the proximal direction; see `Linear`."""
 
-    plain = nn.ConvTranspose2d
-
 
 class ConvTranspose3d(ConvTransposeLayer, nn.ConvTranspose3d):
     """`torch.nn.ConvTranspose3d` whose `.grad` after backward is the proximal direction; see `Linear`."""
-
-    plain = nn.ConvTranspose3d
 
 
 def geometry(conv: AnyConv | nn.ConvTranspose2d) -> ConvGeometry:

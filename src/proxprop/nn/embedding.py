@@ -3,7 +3,6 @@
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from proxprop.nn.layer import ProximalLayer, parameter_views
 from proxprop.transfer import EmbeddingBagTransfer, EmbeddingTransfer, LayerCall
@@ -16,17 +15,14 @@ class Embedding(ProximalLayer, nn.Embedding):
     `B[v] / (λ + count[v])` in closed form. Sparse gradients stay sparse; `padding_idx` receives none.
     """
 
-    plain, names = nn.Embedding, ("weight",)
+    names = ("weight",)
     spaces = EmbeddingTransfer.spaces
 
     def forward(self, input: Tensor) -> Tensor:
         """torch's own forward."""
         if not self._solves():
             return self._tap(super().forward(input), (input,))
-        output = functional.embedding(
-            input, self.weight.detach(), self.padding_idx, self.max_norm, self.norm_type
-        )
-        return self._attach(output, self._call(), (input,), (self.weight,))
+        return self._attach(self._plain_forward(input), self._call(), (input,), (self.weight,))
 
     def _call(self) -> LayerCall:
         return LayerCall(EmbeddingTransfer, (self.padding_idx, self.sparse))
@@ -44,7 +40,6 @@ class EmbeddingBag(ProximalLayer, nn.EmbeddingBag):
     one sample a bag.
     """
 
-    plain = nn.EmbeddingBag
     spaces = EmbeddingBagTransfer.spaces
 
     def forward(
@@ -53,13 +48,9 @@ class EmbeddingBag(ProximalLayer, nn.EmbeddingBag):
         """torch's own forward."""
         if not self._solves():
             return super().forward(input, offsets, per_sample_weights)
-        parameters = (
-            [self.weight] if self.sparse else parameter_views(self.weight)
-        )  # a view takes no sparse gradient
-        output = functional.embedding_bag(
-            input, self.weight.detach(), offsets, self.max_norm, self.norm_type, False, self.mode,
-            False, per_sample_weights, self.include_last_offset, self.padding_idx,
-        )  # fmt: skip
+        # A view takes no sparse gradient.
+        parameters = [self.weight] if self.sparse else parameter_views(self.weight)
+        output = self._plain_forward(input, offsets, per_sample_weights)
         given = offsets is not None, per_sample_weights is not None
         options = *given, self.mode == "mean", self.padding_idx, self.sparse
         call = LayerCall(EmbeddingBagTransfer, options)
@@ -71,4 +62,4 @@ class EmbeddingBag(ProximalLayer, nn.EmbeddingBag):
         """Bags with a maximum, which is not linear in the table, and gradients divided by frequency are refused."""
         if module.mode == "max":
             return "mode='max' is not linear in its parameters"
-        return "scale_grad_by_freq=True rescales its gradient already" if module.scale_grad_by_freq else ""
+        return Embedding.refusal(module)

@@ -21,7 +21,7 @@ class AnyLinearInParameters(ProximalLayer):
 
     @classmethod
     def derived(cls, plain: type[nn.Module]) -> type[ProximalLayer]:
-        """As for any layer, but torch.compile does not trace its forward.
+        """The class that stands for `plain`, whose forward torch.compile does not trace.
 
         This is not a decorator because `torch.compiler.disable` imports the compiler, which takes seconds.
         """

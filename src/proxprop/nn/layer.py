@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import count
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from proxprop.solvers import CG, SPACES, Plan, Solver
 from proxprop.solvers.plan import possible_spaces
 from proxprop.torch_internals import has_hooks
 from proxprop.transfer import LayerCall
+
+if TYPE_CHECKING:
+    from proxprop.deferred.observing import Attachment
 
 Planned = Callable[[nn.Module, Plan], None]
 """A callback for each system that a forward pass sets up, given the module that owns its parameters and its plan."""
@@ -39,26 +42,6 @@ class Part(NamedTuple):
     blocks: tuple[tuple[str, slice] | None, ...]
     call: LayerCall
     usual: bool = True
-
-
-class Attachment(Protocol):
-    """A layer's tie to deferred mode."""
-
-    def tap(self, output: Tensor, inputs: Sequence[Tensor], part: str, of: Tensor | None = None) -> Tensor:
-        """The output of torch's own forward such that backward adds S of the inputs to one of the layer's systems.
-
-        Args:
-            output: of the layer.
-            inputs: as its products saw them.
-            part: which of the layer's systems this is.
-            of: the tensor that the first input was cast from; other layers that see it share S.
-        """
-
-    def explicit(self) -> bool:
-        """Whether the layer keeps BackProp's gradient."""
-
-    def observed(self) -> bool:
-        """Whether S is summed in this step; else a call is torch's own and nothing else."""
 
 
 COMPUTED = {"weight", "in_proj_weight"}
@@ -86,8 +69,9 @@ def _setting(name: str) -> Any:
 class ProximalLayer(nn.Module):
     """A layer with torch's own forward, whose parameters receive their proximal direction in backward.
 
-    A subclass names in `plain` the class it stands for, in `spaces` where its system can be solved, and in `names` the
-    parameters of that system. One that is mixed into classes not known ahead leaves `plain` to `derived`.
+    A subclass stands for the torch class that is the last of its bases. It names in `spaces` where its system can be
+    solved, and in `names` the parameters of that system. One that is mixed into classes not known ahead has no such
+    base; `derived` makes its subclasses.
 
     Args:
         *args: as for the plain class.
@@ -106,7 +90,7 @@ class ProximalLayer(nn.Module):
     _failures: FailureWarner
     _observer: Observer | None
     _planned: Planned | None
-    _attached: Attachment | None
+    _attached: "Attachment | None"
     _turn: int
     _rests: bool
     _checked: bool
@@ -115,6 +99,12 @@ class ProximalLayer(nn.Module):
     tau_theta = _setting("tau_theta")
     scaling = _setting("scaling")
     space = _setting("space")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        last: Any = cls.__bases__[-1]
+        if not (hasattr(cls, "plain") or issubclass(last, ProximalLayer)):
+            cls.plain = last
 
     def __init__(
         self,
@@ -156,11 +146,12 @@ class ProximalLayer(nn.Module):
         return _derived[mixin, plain]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a class that was derived by what it was made from: it has no importable name."""
-        if self.mixin is None:
+        """Copy a resting layer as one that is awake, and a derived class by what it was made from: it has no name."""
+        kind = self._awake()
+        made_of = (kind.mixin, kind.plain) if "mixin" in vars(kind) else (kind, None)
+        if made_of == (type(self), None):
             return super().__reduce_ex__(protocol)
-        state = cast(tuple[Any, ...], super().__reduce_ex__(2))[2]
-        return _remake, (self.mixin, self.plain), state
+        return _empty, made_of, cast(tuple[Any, ...], super().__reduce_ex__(2))[2]
 
     @classmethod
     def _convert(cls, module: nn.Module, settings: Settings, name: str) -> None:
@@ -186,7 +177,7 @@ class ProximalLayer(nn.Module):
         there = [(name, self._parameters.get(name) is not None) for name in self.names]
         return {"": Part(tuple((name, slice(None)) if has else None for name, has in there), call)}
 
-    def _tie(self, attachment: Attachment | None) -> None:
+    def _tie(self, attachment: "Attachment | None") -> None:
         """Switch to deferred mode, or back to immediate mode if there is no attachment."""
         self._rest(False)
         self._attached = attachment
@@ -194,21 +185,25 @@ class ProximalLayer(nn.Module):
     @contextmanager
     def _watched(self, observer: Observer | None = None, planned: Planned | None = None) -> Iterator[None]:
         """Within this context the observer receives the solves of calls, and `planned` their plans."""
-        before, kind = (self._observer, self._planned), type(self)
+        before, rests = (self._observer, self._planned), self._awake() is not type(self)
         self._rest(False)
         self._observer, self._planned = observer, planned
         try:
             yield
         finally:
             self._observer, self._planned = before
-            self._rest("awake" in vars(kind))
+            self._rest(rests)
 
     def _rest(self, resting: bool) -> None:
         """Run only the plain class's own forward from now on, or wake up again."""
-        kind = type(self)
-        awake: Any = vars(kind).get("awake", kind)
+        awake = self._awake()
         self.__class__ = _resting(awake) if resting else awake
         self._rests = resting  # torch 2.11's Dynamo checks a module again only if an attribute changed
+
+    @classmethod
+    def _awake(cls) -> Any:
+        """This class, or the one that it rests for."""
+        return vars(cls).get("awake", cls)
 
     def _note_failure(self, failed: Tensor | None) -> None:
         """Warn once if a solve of this layer failed."""
@@ -252,7 +247,14 @@ class ProximalLayer(nn.Module):
     def _tap(
         self, output: Tensor, inputs: Sequence[Tensor], part: str = "", of: Tensor | None = None
     ) -> Tensor:
-        """The output of torch's own forward. If deferred mode observes the call, backward adds S of its inputs."""
+        """The output of torch's own forward. If deferred mode observes the call, backward adds S of its inputs.
+
+        Args:
+            output: of the layer.
+            inputs: as its products saw them.
+            part: which of the layer's systems this is.
+            of: the tensor that the first input was cast from; other layers that see it share S.
+        """
         if not self._observed():
             return output
         assert self._attached is not None
@@ -276,6 +278,13 @@ class ProximalLayer(nn.Module):
             raise TypeError(
                 f"{self._layer_name}: input and output should be real but are complex; {LEAVE_OUT}"
             )
+
+    def _plain_forward(self, *args: Any) -> Tensor:
+        """The plain class's own forward from detached parameters, for which torch's backward computes no gradient."""
+        constant = self.plain.__new__(self.plain)
+        parameters = {name: p.detach() if p is not None else None for name, p in self._parameters.items()}
+        vars(constant).update(vars(self), _parameters=parameters)  # buffers and all else are the layer's own
+        return cast(Tensor, self.plain.forward(constant, *args))
 
     def _product(
         self,
@@ -344,17 +353,9 @@ class ProximalLayer(nn.Module):
 
 @cache
 def _resting(kind: Any) -> Any:
-    """The class of a layer between two observed steps: a call is the plain class's own forward, eager or compiled.
-
-    A copy or a pickle of a resting layer is awake and not attached.
-    """
-
-    def reduce(layer: ProximalLayer, protocol: Any) -> Any:
-        made, arguments, *state = kind.__reduce_ex__(layer, 2)
-        return (_empty, (kind,), *state) if kind.mixin is None else (made, arguments, *state)
-
+    """The class of a layer between two observed steps: a call is the plain class's own forward, eager or compiled."""
     attributes = {
-        "plain": kind.plain, "awake": kind, "forward": kind.plain.forward, "__reduce_ex__": reduce,
+        "plain": kind.plain, "awake": kind, "forward": kind.plain.forward,
         "__module__": kind.__module__, "__qualname__": kind.__qualname__,
     }  # fmt: skip
     return type(kind.__name__, (kind,), attributes)
@@ -363,12 +364,10 @@ def _resting(kind: Any) -> Any:
 _derived: dict[tuple[type[ProximalLayer], type[nn.Module]], type[ProximalLayer]] = {}
 
 
-def _remake(mixin: type[ProximalLayer], plain: type[nn.Module]) -> nn.Module:
-    return _empty(mixin.derived(plain))
-
-
-def _empty(kind: type[nn.Module]) -> nn.Module:
-    return kind.__new__(kind)
+def _empty(kind: type[ProximalLayer], plain: type[nn.Module] | None) -> nn.Module:
+    """A layer without a state, of a class or of what the class derives from `plain`."""
+    made = kind if plain is None else kind.derived(plain)
+    return made.__new__(made)
 
 
 def _some_train(parameters: Iterable[Tensor | None]) -> bool:

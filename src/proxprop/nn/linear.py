@@ -25,8 +25,6 @@ class Linear(AffineLayer, nn.Linear):
         tensor([[0.5000, 0.5000]])
     """
 
-    plain = nn.Linear
-
     def forward(self, input: Tensor) -> Tensor:
         """torch's own forward."""
         return self._affine(functional.linear, input)
@@ -38,8 +36,6 @@ class Linear(AffineLayer, nn.Linear):
 class Bilinear(AffineLayer, nn.Bilinear):
     """`torch.nn.Bilinear` whose `.grad` after backward is the proximal direction; see `Linear`."""
 
-    plain = nn.Bilinear
-
     def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
         """torch's own forward."""
         return self._affine(functional.bilinear, input1, input2)
@@ -48,7 +44,7 @@ class Bilinear(AffineLayer, nn.Bilinear):
         return LayerCall(BilinearTransfer)
 
     def _cast(self, input: Tensor) -> Tensor:
-        """As it is: autocast leaves bilinear products alone."""
+        """The input as it is: autocast leaves bilinear products alone."""
         return input
 
 

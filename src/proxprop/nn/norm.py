@@ -22,7 +22,7 @@ class NormLayer(ProximalLayer):
             statistics = self._statistics()
             return self._tap(cast(Tensor, super().forward(input)), (input, *statistics))
         parameters = parameter_views(*(self._parameters.get(name) for name in self.names))
-        output = cast(Tensor, self.plain.forward(constant(self, self.plain), input))
+        output = self._plain_forward(input)
         return self._attach(output, self._call(), (input, *self._statistics()), parameters)
 
     def _call(self) -> LayerCall:
@@ -43,8 +43,6 @@ class NormLayer(ProximalLayer):
 class LayerNorm(NormLayer, nn.LayerNorm):
     """`torch.nn.LayerNorm` whose scale and shift receive their proximal direction; see `Linear`."""
 
-    plain = nn.LayerNorm
-
     def _call(self) -> LayerCall:
         shape, eps = self.normalized_shape, self.eps
         return LayerCall(NormTransfer, (partial(functional.layer_norm, normalized_shape=shape, eps=eps),))
@@ -53,8 +51,6 @@ class LayerNorm(NormLayer, nn.LayerNorm):
 class RMSNorm(NormLayer, nn.RMSNorm):
     """`torch.nn.RMSNorm` whose scale receives its proximal direction; see `Linear`."""
 
-    plain = nn.RMSNorm
-
     def _call(self) -> LayerCall:
         shape, eps = self.normalized_shape, self.eps
         return LayerCall(NormTransfer, (partial(functional.rms_norm, normalized_shape=shape, eps=eps),))
@@ -62,8 +58,6 @@ class RMSNorm(NormLayer, nn.RMSNorm):
 
 class GroupNorm(NormLayer, nn.GroupNorm):
     """`torch.nn.GroupNorm` whose scale and shift receive their proximal direction; see `Linear`."""
-
-    plain = nn.GroupNorm
 
     def _call(self) -> LayerCall:
         groups, eps = self.num_groups, self.eps
@@ -80,19 +74,13 @@ class _BatchNorm(NormLayer):
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
     """`torch.nn.BatchNorm1d` whose scale and shift receive their proximal direction; see `Linear`."""
 
-    plain = nn.BatchNorm1d
-
 
 class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
     """`torch.nn.BatchNorm2d` whose scale and shift receive their proximal direction; see `Linear`."""
 
-    plain = nn.BatchNorm2d
-
 
 class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
     """`torch.nn.BatchNorm3d` whose scale and shift receive their proximal direction; see `Linear`."""
-
-    plain = nn.BatchNorm3d
 
 
 class _InstanceNorm(NormLayer):
@@ -108,24 +96,16 @@ class _InstanceNorm(NormLayer):
 class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
     """`torch.nn.InstanceNorm1d` whose scale and shift receive their proximal direction; see `Linear`."""
 
-    plain, dimensions = nn.InstanceNorm1d, 1
+    dimensions = 1
 
 
 class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
     """`torch.nn.InstanceNorm2d` whose scale and shift receive their proximal direction; see `Linear`."""
 
-    plain, dimensions = nn.InstanceNorm2d, 2
+    dimensions = 2
 
 
 class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
     """`torch.nn.InstanceNorm3d` whose scale and shift receive their proximal direction; see `Linear`."""
 
-    plain, dimensions = nn.InstanceNorm3d, 3
-
-
-def constant(layer: nn.Module, plain: type[nn.Module]) -> nn.Module:
-    """The layer as its plain class with detached parameters; buffers and everything else are the layer's own."""
-    copied = plain.__new__(plain)
-    parameters = {name: p.detach() if p is not None else None for name, p in layer._parameters.items()}
-    vars(copied).update(vars(layer), _parameters=parameters)
-    return copied
+    dimensions = 3

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from proxprop import device, tuning
 from proxprop.device import round_up
-from proxprop.solvers.matmul import square, transposed_product, transposed_square
+from proxprop.solvers.matmul import cast, square, transposed_product, transposed_square, wide
 from proxprop.solvers.rotation import rotate
 from proxprop.transfer.transfer import Parameters, Shapes, Transfer
 
@@ -103,15 +103,15 @@ class Affine(Transfer):
         return self._square(self.sampled_rows(index)).mul_(self.sizes.samples / len(index))
 
     def sampled_rows(self, index: Tensor) -> Tensor:
-        """Some of `rows`."""
+        """The rows of some samples."""
         return self.rows()[:, index]
 
     def to_samples(self, G: Tensor) -> Tensor:
-        """Leading dimensions flattened."""
-        return G.reshape(1, -1, G.shape[-1])
+        """The output's leading dimensions flattened, in the precision to solve in."""
+        return cast(G, wide(G)).reshape(1, -1, G.shape[-1])
 
     def from_samples(self, U: Tensor) -> Tensor:
-        """Leading dimensions restored."""
+        """Samples with the leading dimensions of the output."""
         return U.view(*self.output_shape)
 
     def to_features(self, parameters: Parameters) -> Tensor:

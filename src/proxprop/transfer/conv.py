@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional, grad
 
 from proxprop import tuning
 from proxprop.solvers import Sizes
@@ -15,9 +15,6 @@ from proxprop.transfer.affine import Affine
 from proxprop.transfer.conv_geometry import ConvGeometry, patch_sums
 from proxprop.transfer.conv_gram import choose
 from proxprop.transfer.transfer import GramMethod, Parameters, Shapes, nothing
-
-CONVOLVE = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
-WEIGHT_GRADIENT = {1: grad.conv1d_weight, 2: grad.conv2d_weight, 3: grad.conv3d_weight}
 
 
 class ConvTransfer(Affine):
@@ -32,6 +29,7 @@ class ConvTransfer(Affine):
     """
 
     takes_bfloat16 = capturable = True
+    transposed: ClassVar[bool] = False
 
     def __init__(
         self, inputs: Sequence[Tensor], like: Tensor, shapes: Shapes, geometry: ConvGeometry
@@ -131,9 +129,7 @@ class ConvTransfer(Affine):
         """`conv(X, W) + b`."""
         weight, bias = parameters
         assert weight is not None
-        g = self.geometry
-        Y = CONVOLVE[self.dimensions](self._widened(), weight, bias, g.stride, g.widths, g.dilation, g.groups)
-        return Y.view(self.output_shape)
+        return torch.convolution(self._widened(), weight, bias, *self._walk()).view(self.output_shape)
 
     def gradient(self, G: Tensor) -> Parameters:
         """The convolution's own weight gradient, and G summed over images and positions."""
@@ -165,11 +161,20 @@ class ConvTransfer(Affine):
         return total
 
     def _own_weight_gradient(self, G: Tensor) -> Tensor:
-        g = self.geometry
-        gradient: Tensor = WEIGHT_GRADIENT[self.dimensions](
-            self.batched, self.weight_shape, G, g.stride, g.widths, g.dilation, g.groups
-        )
+        weight, wanted = G.new_empty(()).expand(self.weight_shape), [False, True, False]
+        gradient: Tensor = torch.ops.aten.convolution_backward(
+            G, self.batched, weight, None, *self._walk(), wanted
+        )[1]
         return gradient
+
+    def _walk(self) -> tuple[Any, ...]:
+        """What torch's convolutions in any number of dimensions take beside tensors."""
+        g = self.geometry
+        return g.stride, g.widths, g.dilation, self.transposed, self._extra(), g.groups
+
+    def _extra(self) -> list[int]:
+        """The output padding, which only transposed convolutions have."""
+        return [0] * self.dimensions
 
     def _in_float32(self) -> Iterator[tuple[slice, "ConvTransfer"]]:
         """Some images at a time, and a call of the same layer with them in float32."""
@@ -216,7 +221,7 @@ class ConvTransfer(Affine):
         return choose(self.batched, self.geometry, self.sizes)
 
     def own_price(self) -> float:
-        """Higher on a GPU."""
+        """Price of a FLOP of φ and φ*, which is higher on a GPU."""
         return tuning.OWN_PRICE_ON_A_GPU if self.batched.is_cuda else 1.0
 
     def _images(self, numbers: int, most: int) -> Iterator[slice]:

@@ -33,7 +33,7 @@ class ConvGeometry:
     groups: int
 
     def numbers(self) -> list[int]:
-        """All of it as whole numbers: five for each dimension, the mode, the groups."""
+        """The geometry as whole numbers: five for each dimension, the mode, the groups."""
         walks = zip(self.filter_size, self.stride, self.dilation, self.padding, strict=True)
         by_dimension = [number for *walk, padding in walks for number in (*walk, *padding)]
         return [*by_dimension, MODES.index(self.mode), self.groups]

@@ -6,15 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxprop.transfer.conv import WEIGHT_GRADIENT, ConvTransfer
+from proxprop.transfer.conv import ConvTransfer
 from proxprop.transfer.conv_gram import from_patches
-from proxprop.transfer.transfer import GramMethod, Parameters
-
-CONVOLVE_TRANSPOSED = {
-    1: functional.conv_transpose1d,
-    2: functional.conv_transpose2d,
-    3: functional.conv_transpose3d,
-}
+from proxprop.transfer.transfer import GramMethod
 
 
 class ConvTransposeTransfer(ConvTransfer):
@@ -28,36 +22,14 @@ class ConvTransposeTransfer(ConvTransfer):
         shapes: of the weight, `[channels, outputs, *filter_size]`, and the bias.
     """
 
+    transposed = True
+
     @staticmethod
     def _channels(weight: torch.Size, groups: int) -> tuple[int, int]:
         return weight[0], weight[1] * groups
 
-    def output(self, parameters: Parameters) -> Tensor:
-        """`conv_transpose(X, W) + b`."""
-        weight, bias = parameters
-        assert weight is not None
-        g = self.geometry
-        Y = CONVOLVE_TRANSPOSED[self.dimensions](
-            self._widened(), weight, bias, g.stride, g.widths, self._extra(), g.groups, g.dilation
-        )
-        return Y.view(self.output_shape)
-
-    def _own_weight_gradient(self, G: Tensor) -> Tensor:
-        """That of the convolution that maps the output back to the input.
-
-        An output padding of a stride or more makes room for filters beyond the input's end; zeros stand there.
-        """
-        g, X = self.geometry, self.batched
-        beyond = [extra // step for extra, step in zip(self._extra(), g.stride, strict=True)]
-        if any(beyond):
-            X = functional.pad(X, [width for more in reversed(beyond) for width in (0, more)])
-        gradient: Tensor = WEIGHT_GRADIENT[self.dimensions](
-            G, self.weight_shape, X, g.stride, g.widths, g.dilation, g.groups
-        )
-        return gradient
-
     def _takes_patches(self) -> bool:
-        """Never: a weight is laid out differently here."""
+        """Whether gradients may come from patches: never, because a weight is laid out differently here."""
         return False
 
     def _choose(self) -> GramMethod:
@@ -84,11 +56,11 @@ class ConvTransposeTransfer(ConvTransfer):
         return [n - (m - 1) * step + sum(pad) - e * (k - 1) - 1 for n, m, step, pad, e, k in walks]
 
     def _windows(self, padded: Tensor) -> Tensor:
-        """Taps in reverse order."""
+        """Views as of a convolution, with the taps in reverse order."""
         return super()._windows(padded).flip(list(range(2 + self.dimensions, 2 + 2 * self.dimensions)))
 
     def _steps(self) -> tuple[int, ...]:
-        """Every position of the spread-out input is an output's."""
+        """How far apart patches are: every position of the spread-out input is an output's."""
         return (1,) * self.dimensions
 
     def _columns(self, weight: Tensor) -> Tensor:

@@ -104,9 +104,9 @@ def _products(x: Tensor, walks: list[Axis], at_edge: tuple[bool, ...]) -> Tensor
 
 
 def _by_dimension(found: Tensor, whole: list[int], edges: list[int]) -> Tensor:
-    """One axis a dimension.
+    """Products with one axis for each dimension.
 
-    From `[*sides (last edge first), groups, *lags, *edge entries, channels, *edge entries, channels]`.
+    They come as `[*sides (last edge first), groups, *lags, *edge entries, channels, *edge entries, channels]`.
     """
     side = {axis: len(edges) - 1 - place for place, axis in enumerate(edges)}
     lag = {axis: len(edges) + 1 + place for place, axis in enumerate(whole)}
@@ -154,7 +154,7 @@ def _transformed(x: Tensor, walks: list[Axis]) -> Tensor:
 
 
 def _multiplied(x: Tensor, walks: list[Axis]) -> Tensor:
-    """The same by products with cosines and sines: each turns its result into the layout that the next one needs."""
+    """The spectrum by products with cosines and sines: each leaves the layout that the next one needs."""
     groups, batch, channels = x.shape[:3]
     last, *others = reversed(walks)
     entries = x.permute(0, *range(3, x.dim()), 1, 2).reshape(-1, last.size, batch * channels)

@@ -48,12 +48,8 @@ class LinearTransfer(Affine):
         like, bias = A.new_empty(()).expand(len(A), outputs), torch.Size([outputs]) if self.bias else None
         return LinearTransfer([A], like, [self.weight_shape, bias], self.transposed)
 
-    def to_samples(self, G: Tensor) -> Tensor:
-        """Leading dimensions flattened."""
-        return super().to_samples(G.to(wide(G)))
-
     def own_price(self) -> float:
-        """Higher on a GPU, whose tensor cores make products with K and S cheap."""
+        """Price of a FLOP of φ and φ*; higher on a GPU, whose tensor cores make products with K and S cheap."""
         if not self.input.is_cuda:
             return 1.0
         return tuning.OWN_PRICE_IN_BFLOAT16 if self.coarse else tuning.OWN_PRICE_ON_A_GPU
@@ -78,7 +74,7 @@ class LinearTransfer(Affine):
         return self._weight_product(self.input, given.pop()), bias
 
     def rotated_products(self, U: Tensor) -> Products:
-        """The weight's product is left for later: it is often far larger than both factors."""
+        """`AᵀU`, whose product for the weight is left for later: it is often far larger than both factors."""
         if self.coarse:
             return self.rotated_gradient(U)
         factors = [U[0], self._rotated_rows()[0]]

@@ -58,7 +58,7 @@ class NormTransfer(Affine):
 
     @classmethod
     def channel_axis(cls, normalize: Callable[..., Tensor], axis: int | None = None) -> int | None:
-        """As given to the class."""
+        """The axis that holds channels, as given to the class."""
         return axis
 
     def gram(self) -> Tensor:

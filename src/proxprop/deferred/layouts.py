@@ -1,4 +1,4 @@
-"""Layouts that no layer has by itself, for deferred mode: features in blocks, and a weight that layers share."""
+"""Layouts that no layer has by itself: features in blocks, and a weight that layers share."""
 
 import torch
 from torch import Tensor
