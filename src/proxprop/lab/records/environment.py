@@ -43,7 +43,8 @@ def device_name(device: torch.device) -> str:
 def commit() -> str | None:
     """The commit of the checkout this package runs from, with + if the package was changed; None outside of one.
 
-    Records that a run adds to the checkout are no change of the package. A copy without its history can be told by the variable PROXPROP_COMMIT.
+    Records that a run adds to the checkout are no change of the package. A copy without its history can be
+    told by the variable PROXPROP_COMMIT.
     """
     if told := os.environ.get("PROXPROP_COMMIT"):
         return told
