@@ -96,9 +96,10 @@ LIMITS = """## Limits
 
 RANGES = """## How far the rate may be off
 
-Nine constant rates over five orders, under SGD (Nesterov momentum 0.95) those of the paper's Table 1; τ_θ = 1. *Lost* counts runs that diverged
-or ended above the loss of a network that knows nothing. *Lowest* is over rates, of the median over seeds, and at which
-rate. *Orders* is the widest range of neighbouring rates at which every seed's training loss ends below """
+Nine constant rates over five orders, under SGD (Nesterov momentum 0.95) those of the paper's Table 1; τ_θ = 1. *Lost*
+counts runs that diverged or ended above the loss of a network that knows nothing. *Lowest* is over rates, of the median
+over seeds, and at which rate. *Orders* is the widest range of neighbouring rates at which every seed's training loss
+ends below """
 
 CANDIDATES = """## What was tried
 

@@ -19,10 +19,10 @@ Cells = dict[tuple[object, float], list[float]]
 
 INTRODUCTION = """# What running averages cost and bring
 
-A proximal step needs S = `AᵀA`, the products of a layer's inputs with each other. [Deferred mode](deferred.md) sums it over
-a step. `proxprop.Running` averages it over steps, so that most steps form and invert nothing. This page has what that
-costs in time, and what it brings to the loss under Muon and under AdamW. `benchmarks/running.py` writes it from records.
-Losses are mean ± standard deviation over three seeds; lower is better.
+A proximal step needs S = `AᵀA`, the products of a layer's inputs with each other. [Deferred mode](deferred.md) sums it
+over a step. `proxprop.Running` averages it over steps, so that most steps form and invert nothing. This page has what
+that costs in time, and what it brings to the loss under Muon and under AdamW. `benchmarks/running.py` writes it from
+records. Losses are mean ± standard deviation over three seeds; lower is better.
 """
 
 WAYS = """## What a step costs

@@ -17,7 +17,9 @@ from modules_described import anchors
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-TYPED = re.compile(r'<dt class="field-odd">Type<span class="colon">:</span></dt>\s*<dd class="field-odd"><p>([^<]*)')
+TYPED = re.compile(
+    r'<dt class="field-odd">Type<span class="colon">:</span></dt>\s*<dd class="field-odd"><p>([^<]*)'
+)
 """An attribute whose docstring has a colon in its first line, where Napoleon expects a type before it."""
 
 
@@ -63,7 +65,8 @@ def problems(root: Path, machine: Iterable[str] = (), names: Iterable[str] = ())
         yield from (f"{where}: {problem}" for link in page.links for problem in broken(page, link, pages))
         yield from (f"{where}: names {folder}" for folder in machine if folder in page.text)
         yield from (
-            f"{where}: took the start of a docstring for a type: {words!r}" for words in TYPED.findall(page.text)
+            f"{where}: took the start of a docstring for a type: {words!r}"
+            for words in TYPED.findall(page.text)
         )
     for path in sorted(root.rglob("*.css")):
         for address in re.findall(r"url\(['\"]?(https?:[^)'\"]+)", path.read_text()):
