@@ -50,7 +50,14 @@ INTRODUCTION = """# What a step costs
 Each number is the time of a whole training step (forward, backward, optimizer) divided by that of plain BackProp's in
 the same run and precision, as a median over interleaved rounds. `benchmarks/step.py` measures them, and the records
 are in `results/bench/`. `benchmarks/report.py` writes this page from those records. On the GPU both sides are
-captured in a CUDA graph.
+captured in a CUDA graph, unless a section says otherwise: [ordinary steps](#the-same-step-in-every-way-to-run-it) cost
+more.
+
+A name ends in its batch: `mlp-500` is the paper's MLP (3072-4000-1000-4000-10) with 500 samples, `convnet` the paper's
+ConvNet, `resnet18` a ResNet-18 for images of 32², and `gpt2-block` one block of GPT-2 on so many sequences of so many
+tokens. `mlp-wide` has three layers of 8192 inputs, `mlp-narrow` four of 128. `cg1`, `cg3` and `cg10` are `CG(1)`,
+`CG(3)` and `CG(10)`, and `exact` is `Exact()`. For comparison, `adam` and `muon` are BackProp under those optimizers,
+and `isaac` has the linear layers of [ISAAC](relatives.md).
 
 A proximal step needs a Gram matrix and a small solve for every layer. In sample space they cost `2N²n + 2kN²m` FLOPs
 beside BackProp's `6Nnm` (N samples, n features, m outputs, k iterations), in feature space `2Nn² + 2kn²m`. A

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import proxprop
 
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # under torchrun: "nccl" alone
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun: "nccl"
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
 model = proxprop.convert(model, proxprop.Exact(), tau_theta=0.5, scaling="gradient")
 model = DistributedDataParallel(model)  # or fully_shard(model)

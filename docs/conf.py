@@ -28,6 +28,7 @@ extensions = [
     "mathml",
     "public_names",
     "command_line",
+    "scrolling_figures",
 ]
 exclude_patterns = [
     "gallery",

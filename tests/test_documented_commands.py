@@ -26,7 +26,7 @@ STANDING_FOR_MORE = re.compile(r"[…{]|\b(NAME|N|TASK)\b")
 def shown(text: str) -> set[str]:
     """The commands in a page's code: lines of blocks, and what stands between backticks."""
     fenced = re.findall(r"^```(?:sh)?\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    lines = [line for block in fenced for line in block.splitlines()]
+    lines = [line for block in fenced for line in re.sub(r"\\\n\s*", "", block).splitlines()]
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     lines += [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
     found = {line.partition(" #")[0].partition(" > ")[0].strip() for line in lines}

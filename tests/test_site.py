@@ -43,6 +43,10 @@ def test_a_site_without_a_fault(site: Path) -> None:
         ('<script src="https://x.org/a.js"></script>', "index.html: fetches https://x.org/a.js"),
         ('<img src="//x.org/a.png">', "index.html: fetches //x.org/a.png"),
         ("made in /somewhere/else", "index.html: names /somewhere"),
+        (
+            '<dt class="field-odd">Type<span class="colon">:</span></dt>\n<dd class="field-odd"><p>The largest</p></dd>',
+            "index.html: took the start of a docstring for a type: 'The largest'",
+        ),
     ],
 )
 def test_a_fault_is_named(site: Path, body: str, problem: str) -> None:

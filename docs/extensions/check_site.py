@@ -1,7 +1,7 @@
 """Look at the built site: `python docs/extensions/check_site.py out/site`.
 
 Every internal link, image and anchor resolves, no page fetches anything from a network, no page names a folder of the
-machine that built it, and every public name is described.
+machine that built it, every public name is described, and no attribute's description was taken for its type.
 """
 
 import re
@@ -15,6 +15,12 @@ from urllib.parse import unquote, urlsplit
 from modules_described import anchors
 
 CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+TYPED = re.compile(
+    r'<dt class="field-odd">Type<span class="colon">:</span></dt>\s*<dd class="field-odd"><p>([^<]*)'
+)
+"""An attribute whose docstring has a colon in its first line, where Napoleon expects a type before it."""
 
 
 class Link(NamedTuple):
@@ -58,6 +64,10 @@ def problems(root: Path, machine: Iterable[str] = (), names: Iterable[str] = ())
         where = path.relative_to(root.resolve())
         yield from (f"{where}: {problem}" for link in page.links for problem in broken(page, link, pages))
         yield from (f"{where}: names {folder}" for folder in machine if folder in page.text)
+        yield from (
+            f"{where}: took the start of a docstring for a type: {words!r}"
+            for words in TYPED.findall(page.text)
+        )
     for path in sorted(root.rglob("*.css")):
         for address in re.findall(r"url\(['\"]?(https?:[^)'\"]+)", path.read_text()):
             yield f"{path.name}: fetches {address}"

@@ -57,6 +57,18 @@ def error() -> Iterator[None]:
         raise AssertionError("this block should have failed")
 
 
+@contextmanager
+def warning() -> Iterator[None]:
+    """Show the warnings of the block; one must come."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    if not caught:
+        raise AssertionError("this block should have warned")
+    for warned in caught:
+        print(_without_path(warned.message, warned.category), end="")
+
+
 def listen(name: str, *words: str) -> None:
     """Print those lines of a logger's messages that hold one of the words, as far as they name no file."""
 

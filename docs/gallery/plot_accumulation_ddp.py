@@ -35,9 +35,11 @@ x, y = torch.randn(240, 32) * torch.logspace(0, -1.5, 32), torch.randint(10, (24
 
 
 def direction(parts, deferred):
-    """The direction of the first two layers, as one vector, with the batch split into equal micro-batches."""
+    """The direction of the first two layers, from equal micro-batches, as one vector."""
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 10))
+    model = nn.Sequential(
+        nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 10)
+    )
     proxprop.convert(model, proxprop.Exact(), tau_theta=10.0, scaling="gradient")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     attached = proxprop.attach(optimizer, model) if deferred else None
@@ -60,7 +62,10 @@ off = {
 # split. Immediate mode takes another direction, the more so the smaller the parts are.
 
 for name, distances in off.items():
-    print(f"{name:10} " + ", ".join(f"{parts}: {d:.0e}" for parts, d in zip(PARTS, distances, strict=True)))
+    print(
+        f"{name:10} "
+        + ", ".join(f"{parts}: {d:.0e}" for parts, d in zip(PARTS, distances, strict=True))
+    )
 assert max(off["deferred"]) < 1e-4
 assert min(off["immediate"]) > 1e-2
 
@@ -142,7 +147,9 @@ alone, together = torchrun(1), torchrun(2)
 # Left the micro-batches, right the training loss: the curve of two processes lies on that of one.
 
 fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-left.plot(PARTS, off["immediate"], **LOOKS["backprop"], label="immediate: solved in each micro-batch")
+left.plot(
+    PARTS, off["immediate"], **LOOKS["backprop"], label="immediate: solved in each micro-batch"
+)
 left.plot(PARTS, off["deferred"], **LOOKS["exact"], label="deferred: summed, then solved once")
 left.set(xlabel="micro-batches", title="Distance from the large batch's direction")
 left.set(xscale="log", yscale="log", xticks=PARTS, xticklabels=PARTS)

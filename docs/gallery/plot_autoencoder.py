@@ -35,7 +35,9 @@ def draw_curves(number, seed):
     points = (1 - t) ** 2 * start + 2 * t * (1 - t) * middle + t**2 * end
     axis = (torch.arange(SIZE) + 0.5) / SIZE
     pixels = torch.cartesian_prod(axis, axis).flip(1)
-    return torch.exp(-((SIZE / 1.2 * torch.cdist(points, pixels.expand(number, -1, -1)).amin(1)) ** 2))
+    return torch.exp(
+        -((SIZE / 1.2 * torch.cdist(points, pixels.expand(number, -1, -1)).amin(1)) ** 2)
+    )
 
 
 train, test = draw_curves(2000, seed=0), draw_curves(500, seed=1)
@@ -56,7 +58,7 @@ def autoencoder():
 
 
 def run(solver, lr):
-    """Train; return the model, its squared error on test pictures by epoch, that on training pictures, and seconds."""
+    """Train; return the model, squared errors (test by epoch, training at the end) and seconds."""
     model = autoencoder()
     if solver is not None:
         proxprop.convert(model, solver, tau_theta=1.0)
@@ -86,7 +88,10 @@ best = {}
 for name, solver in METHODS.items():
     runs = {lr: run(solver, lr) for lr in RATES}
     best[name] = min(((lr, *found) for lr, found in runs.items()), key=lambda found: found[3])
-    print(f"{name:28} " + ", ".join(f"lr {lr:g}: {error:.4f}" for lr, (_, _, error, _) in runs.items()))
+    print(
+        f"{name:28} "
+        + ", ".join(f"lr {lr:g}: {error:.4f}" for lr, (_, _, error, _) in runs.items())
+    )
 
 # %%
 # The error on pictures that were not trained on, and some of these pictures.
@@ -117,6 +122,7 @@ plt.show()
 
 (_, _, plain, _, plain_seconds), (_, _, proximal, _, proximal_seconds) = best.values()
 print(
-    f"error {proximal[-1] / plain[-1]:.2f} times Adam's, time {proximal_seconds / plain_seconds:.1f} times Adam's"
+    f"error {proximal[-1] / plain[-1]:.2f} times Adam's,",
+    f"time {proximal_seconds / plain_seconds:.1f} times Adam's",
 )
 assert proximal[-1] < 0.7 * plain[-1]

@@ -67,7 +67,9 @@ x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
 def network():
     """An MLP with the same initial parameters every time."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    return nn.Sequential(
+        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
 
 
 def direction(solver, tau_theta):
@@ -84,7 +86,8 @@ for tau_theta in TAUS:
     exact = direction(proxprop.Exact(), tau_theta)
     for name, solver in SOLVERS.items():
         distance[name, tau_theta] = [
-            ((direction(solver(count), tau_theta) - exact).norm() / exact.norm()).item() for count in COUNTS
+            ((direction(solver(count), tau_theta) - exact).norm() / exact.norm()).item()
+            for count in COUNTS
         ]
 
 # %%
@@ -142,9 +145,13 @@ for name, losses in curves.items():
 for tau_theta in TAUS:
     assert all(
         cg < other
-        for cg, other in zip(distance["CG", tau_theta], distance["Chebyshev", tau_theta], strict=True)
+        for cg, other in zip(
+            distance["CG", tau_theta], distance["Chebyshev", tau_theta], strict=True
+        )
     )
-    assert distance["Chebyshev", tau_theta] == sorted(distance["Chebyshev", tau_theta], reverse=True)
+    assert distance["Chebyshev", tau_theta] == sorted(
+        distance["Chebyshev", tau_theta], reverse=True
+    )
 for name in SOLVERS:
     assert distance[name, 1.0][3] > distance[name, 0.01][3]
 assert curves["Chebyshev(30)"][-1] < 3 * curves["Exact()"][-1]

@@ -52,7 +52,8 @@ def step(batch):
 def spectra():
     """Eigenvalues of S of each layer for a batch of the first 100 digits, largest first."""
     inputs = {name: model[: int(name)](x[:100]).detach() for name in LAYERS}
-    rows = {name: torch.cat([a, torch.ones(100, 1)], dim=1) for name, a in inputs.items()}  # ones: the bias
+    ones = torch.ones(100, 1)  # the bias
+    rows = {name: torch.cat([a, ones], dim=1) for name, a in inputs.items()}
     return {name: diagnostics.spectrum(A).eigenvalues.flip(0) for name, A in rows.items()}
 
 
@@ -86,17 +87,28 @@ fig, axes = plt.subplots(2, 2, figsize=(10.5, 6.6), layout="constrained")
 seen = range(0, STEPS, EVERY)
 top_left.plot(losses, color="#1a1a1a", linewidth=1.2)
 for name in LAYERS:
-    style = {"color": COLOURS[name], "marker": MARKS[name], "markevery": 5, "label": f"layer {name}"}
+    style = {
+        "color": COLOURS[name],
+        "marker": MARKS[name],
+        "markevery": 5,
+        "label": f"layer {name}",
+    }
     top_right.plot(seen, angles[name], **style)
     low_left.plot(seen, residuals[name], **style)
-    low_right.plot(before[name].clamp(min=1e-4), **style | {"linestyle": ":", "label": None, "markevery": 12})
+    low_right.plot(
+        before[name].clamp(min=1e-4), **style | {"linestyle": ":", "label": None, "markevery": 12}
+    )
     low_right.plot(after[name].clamp(min=1e-4), **style | {"markevery": 12})
 low_right.axhline(1.0, color="#8c8c8c", linewidth=1, zorder=0)
 low_right.text(97, 1.3, r"$\lambda = 1/\tau_\theta$", ha="right", color="#1a1a1a")
 top_left.set(yscale="log", title="Loss of the mini-batch", xlabel="step")
-top_right.set(title="Angle between direction and gradient", xlabel="step", ylabel="degrees", ylim=(0, 90))
+top_right.set(
+    title="Angle between direction and gradient", xlabel="step", ylabel="degrees", ylim=(0, 90)
+)
 low_left.set(title="Residual of CG(3)", xlabel="step", ylim=(0, None))
-low_right.set(yscale="log", title="Eigenvalues of S (dotted: before training)", xlabel="largest first")
+low_right.set(
+    yscale="log", title="Eigenvalues of S (dotted: before training)", xlabel="largest first"
+)
 top_right.legend(loc="lower right")
 plt.show()
 # %%

@@ -36,9 +36,11 @@ EPOCHS, BATCH = 10, 100
 
 
 def run(solver, lr, seed):
-    """Train, and return the training loss and test accuracy before the first epoch and after each, and seconds."""
+    """Train; return training loss and test accuracy at the start and after each epoch, and seconds."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    model = nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+    )
     if solver is not None:
         proxprop.convert(model, solver, tau_theta=1.0)  # the only line that differs
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, nesterov=True)
@@ -85,7 +87,12 @@ for ax, curves in zip(axes, (loss, accuracy), strict=True):
     for name, seeds in curves.items():
         ax.plot(seeds.mean(0), **LOOK[name], label=f"{name}, lr {best[name]:g}")
         ax.fill_between(
-            range(EPOCHS + 1), seeds.amin(0), seeds.amax(0), color=LOOK[name]["color"], alpha=0.15, lw=0
+            range(EPOCHS + 1),
+            seeds.amin(0),
+            seeds.amax(0),
+            color=LOOK[name]["color"],
+            alpha=0.15,
+            lw=0,
         )
     ax.set_xlabel("epoch")
 axes[0].set(yscale="log", title="Training loss")
@@ -112,7 +119,10 @@ for name in ("CG(3)", "Exact"):
 
 for name in ("CG(3)", "Exact"):
     print(
-        f"{name:10} {min(seconds[name]) / min(seconds['BackProp']):.1f} times BackProp's time on this machine"
+        f"{name:10} {min(seconds[name]) / min(seconds['BackProp']):.1f}",
+        "times BackProp's time on this machine",
     )
-model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+model = nn.Sequential(
+    nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+)
 print(proxprop.summary(proxprop.convert(model, proxprop.Exact()), x[:BATCH]))

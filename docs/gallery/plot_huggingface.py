@@ -65,9 +65,9 @@ def losses(callbacks: list[TrainerCallback]) -> list[float]:
     )
     with TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            folder, num_train_epochs=1, per_device_train_batch_size=8, gradient_accumulation_steps=2,
-            learning_rate=3e-3, logging_steps=2, save_strategy="no", report_to="none", use_cpu=True,
-            disable_tqdm=True,
+            folder, num_train_epochs=1, learning_rate=3e-3,
+            per_device_train_batch_size=8, gradient_accumulation_steps=2, logging_steps=2,
+            save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
         )  # fmt: skip
         trainer = Trainer(model, arguments, train_dataset=Windows(), callbacks=callbacks)
         trainer.remove_callback(PrinterCallback)  # the picture shows the losses
@@ -87,6 +87,8 @@ steps = range(2, 2 * len(plain) + 1, 2)
 figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
 axes.plot(steps, plain, label="AdamW", **LOOKS["backprop"])
 axes.plot(steps, proximal, label="AdamW with ProxPropCallback", **LOOKS["running:10"])
-axes.set(xlabel="step", ylabel="training loss (nats a byte)", title="A small GPT-2 under the Trainer")
+axes.set(
+    xlabel="step", ylabel="training loss (nats a byte)", title="A small GPT-2 under the Trainer"
+)
 axes.legend()
 plt.show()

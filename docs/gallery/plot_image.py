@@ -23,7 +23,8 @@ plt.rcParams.update(SETTINGS)
 # The image: a part of ``china.jpg``, which ships with scikit-learn, on 64×96 pixels.
 
 photo = torch.tensor(load_sample_image("china.jpg")[50:370, 120:600]) / 255
-image = nn.functional.interpolate(photo.permute(2, 0, 1)[None], (64, 96), mode="area")[0].permute(1, 2, 0)
+shrunk = nn.functional.interpolate(photo.permute(2, 0, 1)[None], (64, 96), mode="area")
+image = shrunk[0].permute(1, 2, 0)
 colours = image.reshape(-1, 3)
 pixels = torch.cartesian_prod(torch.linspace(-1, 1, 64), torch.linspace(-1.5, 1.5, 96))
 
@@ -44,7 +45,7 @@ class FourierFeatures(nn.Module):
 
 
 def optimizers(model, name, lr):
-    """Adam; or Muon for the hidden matrices, with Adam for the rest, as Muon is meant to be used."""
+    """Adam; or Muon for the hidden matrices and Adam for the rest, as Muon is meant to be used."""
     if name == "Adam":
         return [torch.optim.Adam(model.parameters(), lr=lr)]
     matrices = [model[1].weight, model[3].weight]
@@ -54,15 +55,22 @@ def optimizers(model, name, lr):
 
 
 def run(name, solver, lr, steps=100, batch=768):
-    """Train on random pixels with a learning rate that falls to zero; return the image and its PSNR in decibels."""
+    """Train with a learning rate that falls to zero; return the image and its PSNR in decibels."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        FourierFeatures(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 3)
+        FourierFeatures(),
+        nn.Linear(128, 128),
+        nn.ReLU(),
+        nn.Linear(128, 128),
+        nn.ReLU(),
+        nn.Linear(128, 3),
     )
     if solver is not None:
         proxprop.convert(model, solver, tau_theta=1.0)
     stepping = optimizers(model, name, lr)
-    schedules = [torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.0, total_iters=steps) for o in stepping]
+    schedules = [
+        torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.0, total_iters=steps) for o in stepping
+    ]
     for _ in range(steps):
         chosen = torch.randint(len(pixels), (batch,))
         model.zero_grad()
@@ -104,7 +112,9 @@ for (above, below), (name, (found, psnr)) in zip(axes[:, 1:].T, best.items(), st
     above.imshow(found)
     above.set_title(f"{name}\n{psnr:.1f} dB", fontsize=9.5)
     shown = below.imshow((found - image).abs().mean(-1), cmap="magma", vmin=0, vmax=0.15)
-fig.colorbar(shown, ax=axes[1, 0], orientation="horizontal", label="mean absolute error", fraction=0.5)
+fig.colorbar(
+    shown, ax=axes[1, 0], orientation="horizontal", label="mean absolute error", fraction=0.5
+)
 plt.show()
 
 # %%
@@ -112,10 +122,14 @@ plt.show()
 # How much there is to gain depends on the network, and :doc:`/peers` has the record of a SIREN.
 
 psnr = {name: found[1] for name, found in best.items()}
-print(f"proximal directions: {psnr['Adam on proximal directions'] - psnr['Adam']:+.1f} dB for Adam, ", end="")
+print(
+    f"proximal directions: {psnr['Adam on proximal directions'] - psnr['Adam']:+.1f} dB for Adam, ",
+    end="",
+)
 print(f"{psnr['Muon on proximal directions'] - psnr['Muon']:+.1f} dB for Muon")
 print(
-    f"Muon on plain gradients: {psnr['Muon'] - psnr['Adam on proximal directions']:+.1f} dB over the better Adam"
+    "Muon on plain gradients:",
+    f"{psnr['Muon'] - psnr['Adam on proximal directions']:+.1f} dB over the better Adam",
 )
 assert psnr["Adam on proximal directions"] > psnr["Adam"] + 1
 assert psnr["Muon"] > psnr["Adam on proximal directions"]

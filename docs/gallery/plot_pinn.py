@@ -29,7 +29,8 @@ plt.rcParams.update(SETTINGS)
 def waves(points):
     """The two waves that u is made of, at points `[n, 2]`."""
     x, y = points.T
-    return torch.sin(2 * pi * x) * torch.sin(pi * y), 0.5 * torch.sin(pi * x) * torch.sin(3 * pi * y)
+    first = torch.sin(2 * pi * x) * torch.sin(pi * y)
+    return first, 0.5 * torch.sin(pi * x) * torch.sin(3 * pi * y)
 
 
 def solution(points):
@@ -59,7 +60,9 @@ def residual(model, points):
     """How far the equation is from being true: the Laplacian of u, plus f."""
     points.requires_grad_()
     (slope,) = torch.autograd.grad(u(model, points).sum(), points, create_graph=True)
-    second = [torch.autograd.grad(slope[:, i].sum(), points, create_graph=True)[0][:, i] for i in range(2)]
+    second = [
+        torch.autograd.grad(slope[:, i].sum(), points, create_graph=True)[0][:, i] for i in range(2)
+    ]
     return sum(second) + f(points)
 
 
@@ -72,7 +75,7 @@ STEPS, BATCH = 240, 128
 
 
 def run(running, lr):
-    """Train; return the model, the residual at the end, and the relative error of u at every tenth step."""
+    """Train; return the model, its residual, and the relative error of u at every tenth step."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(2, 32),
@@ -96,7 +99,9 @@ def run(running, lr):
         schedule.step()
         if step % 10 == 9:
             with torch.no_grad():
-                errors.append(((u(model, grid) - solution(grid)).norm() / solution(grid).norm()).item())
+                errors.append(
+                    ((u(model, grid) - solution(grid)).norm() / solution(grid).norm()).item()
+                )
     return model, residual(model, torch.rand(1000, 2)).square().mean().item(), errors
 
 
@@ -105,20 +110,26 @@ best = {}
 for name, running in {"Adam": None, "Adam, running S": proxprop.Running()}.items():
     runs = {lr: run(running, lr) for lr in RATES}
     best[name] = min(((lr, *found) for lr, found in runs.items()), key=lambda found: found[2])
-    print(f"{name:16} " + ", ".join(f"lr {lr:g}: residual {r:.2g}" for lr, (_, r, _) in runs.items()))
+    print(
+        f"{name:16} " + ", ".join(f"lr {lr:g}: residual {r:.2g}" for lr, (_, r, _) in runs.items())
+    )
 
 # %%
 # Each method is shown at the rate with the smallest residual, which is all one could judge by if u were not
 # known.
 
-fig, axes = plt.subplots(1, 4, figsize=(12.5, 3.2), width_ratios=(1.5, 1, 1, 1), layout="constrained")
+fig, axes = plt.subplots(
+    1, 4, figsize=(12.5, 3.2), width_ratios=(1.5, 1, 1, 1), layout="constrained"
+)
 LOOK = {"Adam": LOOKS["backprop"], "Adam, running S": LOOKS["running:10"]}
 
 
 def picture(ax, values, title, limit):
     """A function on the square, in colours from blue to red."""
     values = values.view(SIDE, SIDE).T
-    shown = ax.imshow(values, origin="lower", extent=(0, 1, 0, 1), cmap="RdBu_r", vmin=-limit, vmax=limit)
+    shown = ax.imshow(
+        values, origin="lower", extent=(0, 1, 0, 1), cmap="RdBu_r", vmin=-limit, vmax=limit
+    )
     ax.set(title=title, xticks=(0, 1), yticks=(0, 1), xlabel="x", ylabel="y")
     ax.grid(False)
     return shown
@@ -126,14 +137,18 @@ def picture(ax, values, title, limit):
 
 with torch.no_grad():
     found = u(best["Adam, running S"][1], grid)
-    wrong = {name: 1000 * (u(model, grid) - solution(grid)) for name, (_, model, _, _) in best.items()}
+    wrong = {
+        name: 1000 * (u(model, grid) - solution(grid)) for name, (_, model, _, _) in best.items()
+    }
 limit = max(error.abs().max() for error in wrong.values()).item()
 fig.colorbar(picture(axes[1], found, "Solution, running S", 1.5), ax=axes[1], label="u", shrink=0.8)
 picture(axes[2], wrong["Adam"], "Error, Adam", limit)
 last = picture(axes[3], wrong["Adam, running S"], "Error, running S", limit)
 fig.colorbar(last, ax=axes[2:], label="1000 × error of u", shrink=0.8)
 for name, (lr, _, _, errors) in best.items():
-    axes[0].plot(range(10, STEPS + 1, 10), errors, **LOOK[name], markevery=5, label=f"{name}, lr {lr:g}")
+    axes[0].plot(
+        range(10, STEPS + 1, 10), errors, **LOOK[name], markevery=5, label=f"{name}, lr {lr:g}"
+    )
 axes[0].set(yscale="log", xlabel="step", title="Relative error of u")
 axes[0].legend()
 plt.show()

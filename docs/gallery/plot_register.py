@@ -67,7 +67,9 @@ for name in ("0", "2"):
 
     def keep(layer, inputs, output, name=name):
         """Keep A, and G when it arrives."""
-        seen[name] = {"A": torch.cat([inputs[0].detach(), torch.ones(len(x), 1, dtype=torch.float64)], dim=1)}
+        seen[name] = {
+            "A": torch.cat([inputs[0].detach(), torch.ones(len(x), 1, dtype=torch.float64)], dim=1)
+        }
         output.register_hook(lambda G: seen[name].update(G=G.clone()))
 
     model.get_submodule(name).register_forward_hook(keep)
@@ -116,13 +118,18 @@ plt.show()
 
 for title, values in (("gradient", gradients["0"]), ("direction", directions["0"])):
     print(
-        f"{title:10} {values[10:20].norm() / values.norm():.0%} of the norm in the quiet half of the inputs"
+        f"{title:10} {values[10:20].norm() / values.norm():.0%}",
+        "of the norm in the quiet half of the inputs",
     )
 for name in seen:
-    cosine = nn.functional.cosine_similarity(gradients[name].flatten(), directions[name].flatten(), dim=0)
+    cosine = nn.functional.cosine_similarity(
+        gradients[name].flatten(), directions[name].flatten(), dim=0
+    )
     print(f"layer {name}: {cosine.acos().rad2deg():.0f}° between direction and gradient")
     assert 0 < cosine < 0.99
-quiet = [(values[10:20].norm() / values.norm()).item() for values in (gradients["0"], directions["0"])]
+quiet = [
+    (values[10:20].norm() / values.norm()).item() for values in (gradients["0"], directions["0"])
+]
 assert quiet[1] > 1.5 * quiet[0]
 
 proxprop.unregister(Dense)  # other pages are built in the same process

@@ -64,7 +64,8 @@ SOLVERS = {"BackProp": None, "CG(3)": CG(3), "Exact": Exact()}
 LOOK = {"BackProp": LOOKS["backprop"], "CG(3)": LOOKS["cg:3"], "Exact": LOOKS["exact"]}
 relative = torch.logspace(-2, 6, 9).tolist()
 fits = {
-    name: [least_squares(solver, r / largest.item()) for r in relative] for name, solver in SOLVERS.items()
+    name: [least_squares(solver, r / largest.item()) for r in relative]
+    for name, solver in SOLVERS.items()
 }
 
 assert all(fit > 1e3 for r, fit in zip(relative, fits["BackProp"], strict=True) if r > 5)
@@ -83,7 +84,9 @@ for name in ("CG(3)", "Exact"):
 def train(solver, lr, tau_theta=1.0, scaling="paper", steps=100, bounded=False):
     """The loss on all digits after some steps on batches of 100, NaN or huge if it diverged."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    model = nn.Sequential(
+        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
     if solver is not None:
         proxprop.convert(model, solver, tau_theta=tau_theta, scaling=scaling)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -103,7 +106,8 @@ def train(solver, lr, tau_theta=1.0, scaling="paper", steps=100, bounded=False):
 
 taus = torch.logspace(-3, 5, 5).tolist()
 over_tau = {
-    name: [train(SOLVERS[name], lr=3.0, tau_theta=tau) for tau in taus] for name in ("CG(3)", "Exact")
+    name: [train(SOLVERS[name], lr=3.0, tau_theta=tau) for tau in taus]
+    for name in ("CG(3)", "Exact")
 }
 assert all(loss < 2.2 for losses in over_tau.values() for loss in losses)
 
@@ -116,7 +120,9 @@ over_rate = {
     "BackProp": [train(None, lr) for lr in rates],
     "CG(3)": [train(CG(3), lr) for lr in rates],
     "Exact": [train(Exact(), lr) for lr in rates],
-    'Exact, scaling="gradient"': [train(Exact(), lr, tau_theta=10.0, scaling="gradient") for lr in rates],
+    'Exact, scaling="gradient"': [
+        train(Exact(), lr, tau_theta=10.0, scaling="gradient") for lr in rates
+    ],
 }
 LOOK['Exact, scaling="gradient"'] = {"color": "#E69F00", "linestyle": "-.", "marker": "X"}
 
@@ -124,7 +130,9 @@ LOOK['Exact, scaling="gradient"'] = {"color": "#E69F00", "linestyle": "-.", "mar
 # Once more with bounded steps: no step is longer than a tenth of the norm that the parameters had at the
 # start, and all of them together, as the root of their summed squares, come to about that norm.
 
-over_bounded = {name: [train(solver, lr, bounded=True) for lr in rates] for name, solver in SOLVERS.items()}
+over_bounded = {
+    name: [train(solver, lr, bounded=True) for lr in rates] for name, solver in SOLVERS.items()
+}
 
 # %%
 # Crosses on top mark runs that diverged, or ended above the loss of a network that knows nothing.
@@ -156,7 +164,8 @@ for ax, steps, curves, failed in zip(
         draw(ax, steps, losses, name, failed)
     ax.set_ylabel("loss after 100 steps")
 axes[0].set(
-    xlabel=r"$\tau$ or $\tau_\theta$, times $\lambda_{\max}$", ylabel="excess loss after 40 steps, relative"
+    xlabel=r"$\tau$ or $\tau_\theta$, times $\lambda_{\max}$",
+    ylabel="excess loss after 40 steps, relative",
 )
 axes[1].set(xlabel=r"$\tau_\theta$, at a learning rate of 3")
 axes[2].set(xlabel="learning rate")
@@ -186,7 +195,8 @@ for kind, curves in (("", over_rate), (", bounded", over_bounded)):
         useful = [lr for lr, loss in zip(rates, losses, strict=True) if loss < 0.6]
         ranges[name + kind] = useful[-1] / useful[0]
         print(
-            f"{name + kind:26} useful from {useful[0]:.3g} to {useful[-1]:.3g}, best loss {min(losses):.3f}"
+            f"{name + kind:26} useful from {useful[0]:.3g} to {useful[-1]:.3g},",
+            f"best loss {min(losses):.3f}",
         )
 
 for name in ("CG(3)", "Exact"):

@@ -104,7 +104,7 @@ class Spectrum(NamedTuple):
 
     @property
     def largest(self) -> float:
-        """The largest eigenvalue: explicit steps longer than 2 over it diverge on the layer's quadratic."""
+        """The largest eigenvalue. Explicit steps longer than 2 over it diverge on the layer's quadratic."""
         return float(self.eigenvalues[-1])
 
     @property

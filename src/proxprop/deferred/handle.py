@@ -265,7 +265,7 @@ class Attached(Joinable):
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent for other ranks so far: S, inverses, gradients to owners and directions."""
+        """Bytes of S, inverses, gradients to owners and directions that this rank has sent for other ranks so far."""
         return self.reduction.ranks.traffic.bytes.total()
 
     @property

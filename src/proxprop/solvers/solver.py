@@ -26,7 +26,7 @@ class Sizes(NamedTuple):
 
     @property
     def backprop_flops(self) -> float:
-        """FLOPs of BackProp's three products with this layer: `6·groups·samples·features·outputs`."""
+        """FLOPs of BackProp's three products with this layer, `6·groups·samples·features·outputs`."""
         return 6.0 * self.groups * self.samples * self.features * self.outputs
 
 
@@ -78,7 +78,7 @@ class Solver(ABC):
     capturable: ClassVar[bool] = False
     """Whether a solve on a GPU is the same kernels whatever the numbers are, so that eager steps may replay it."""
     failure: ClassVar[str] = "the solver could not solve its system in this precision"
-    """Text of the warning where `Solution.failed` is true: what happened, likely causes and remedies."""
+    """Text of the warning where `Solution.failed` is true, with what happened, likely causes and remedies."""
 
     @abstractmethod
     def flops(self, sizes: Sizes, space: str) -> float:
