@@ -128,7 +128,11 @@ def test_the_readmes_verdict_is_the_peers_pages() -> None:
     (better, worse) = re.findall(r"You use \*\*AdamW\*\*:.*?`CG\(3\)` (\d+) better, (\d+) worse", page)[0]
     assert (better, worse) == ("3", "0")
     assert "better in 3 of them and worse in none" in text
-    assert "You use **Muon**: a running S 2 better, 2 worse" in page
+    assert "You use **Muon**: a running S 2 better, 3 worse" in page
+    assert "helped Muon twice and hurt it three times" in text
+    lost = re.findall(r"\) \| (\w+) [\d.]+ \([\d.]+\) \| [^|]* \| loses", page)
+    assert (len(lost), lost.count("SOAP")) == (4, 3)
+    assert "loses 4 of 7 small tasks, three of the four to SOAP" in text
 
 
 WAYS = [

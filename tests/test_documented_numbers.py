@@ -93,8 +93,8 @@ def test_what_pages_say_of_wrap_is_in_the_comparison() -> None:
             r"You use \*\*([^*]+)\*\*:.*a running S (\d+) better, (\d+) worse", page
         )
     }
-    assert running["SGD, Nesterov"][1] == running["AdamW"][1] == 0
-    assert running["Muon"][0] == running["Muon"][1]
+    assert running["SGD, Nesterov"][1] + running["AdamW"][1] == 1
+    assert running["Muon"][0] < running["Muon"][1]
 
 
 @pytest.mark.parametrize("page", ["README.md", "results/README.md"])

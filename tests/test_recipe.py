@@ -243,6 +243,10 @@ def test_the_recipe_ends_as_cg_does_in_most_tasks_in_shorter_steps(
     assert all(FOUND[task, running].ms < 0.7 * FOUND[task, cg].ms for task in analysis.tasks_of(FOUND))
 
 
+def test_in_the_small_gpt_the_batchs_own_s_ends_lower_than_the_recipes() -> None:
+    assert "gpt-small" in outcomes("exact+adamw", "running+adamw")["wins"]
+
+
 def test_under_muon_the_recipe_hurts_more_often_than_it_helps() -> None:
     found = outcomes("running+muon", "muon")
     assert len(found["wins"]) == 2
