@@ -172,6 +172,19 @@ def test_s_is_not_kept_from_one_backward_pass_to_the_next() -> None:
         assert_same(grads(model), grads(immediate), tolerance=1e-9)
 
 
+def test_layers_that_see_a_tensor_in_two_precisions_share_no_s() -> None:
+    torch.manual_seed(0)
+    model = proxprop.convert(Gated(), Exact(), space=FEATURE)
+    handle = proxprop.attach(torch.optim.SGD(model.parameters(), lr=0.0), model)
+    x = randn(7, 6, seed=1).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        gate = model.gate(x)
+    (gate * model.up(x)).sum().backward()
+    S = {system.name: system.S[0, :6, :6] for system in handle.systems}
+    for name, seen in (("gate", x.bfloat16().float()), ("up", x)):
+        torch.testing.assert_close(S[name], seen.T @ seen)
+
+
 class Lookups(nn.Module):
     """Two tables of different sizes, looked up by the same indices."""
 

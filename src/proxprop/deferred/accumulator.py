@@ -319,7 +319,7 @@ class System(Equation):
         sampling = self._sampling()
         call = Call(self, self.shapes, sampling)
         if len(inputs) == 1 and not torch.compiler.is_compiling():
-            question = self.call, self.leaves[0].shape, self._made_for, sampling
+            question = self.call, self.leaves[0].shape, self._made_for, sampling, inputs[0].dtype
             call.input = self._inputs.seen(of, question)
         tensors = [*(t.detach() for t in inputs), *self.leaves]
         result: Tensor = Tap.apply(output, call, len(inputs), *tensors)
