@@ -184,6 +184,18 @@ class Watch:
             self.resting = resting
             self.follow(self.parameters)
 
+    def drop_given_up(self) -> None:
+        """Drop what was summed for gradients that were then set to None: this step does not use the layer.
+
+        Under several ranks, None says nothing of what others have.
+        """
+        if several_ranks() or self._spread or any(p.grad is not None for p in self.parameters):
+            return
+        self.waiting = False
+        self._arrived.clear()
+        for system in self.systems:
+            system.forget()
+
     def look(self) -> bool:
         """See what came while resting, and whether it was added to a direction.
 
