@@ -14,7 +14,7 @@ from cases import randn, relative_error
 from proxprop import CG, Exact, Running, tuning
 from proxprop.solvers import Solver
 from running_averages import SOLVERS, attached, batches, rows, stated, stepped
-from training import Tied, assert_same, handle_of, images, loss_of, plain_model, small_model
+from training import Tied, assert_same, grads, handle_of, images, loss_of, plain_model, small_model
 
 works = pytest.mark.compatibility
 
@@ -72,6 +72,22 @@ def test_the_gradients_scale_is_kept() -> None:
         layer(x).backward(G)
         optimizer.step()
         assert relative_error(layer.weight.grad, G.T @ x) < tolerance
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_that_has_seen_nothing_keeps_the_gradient(bias: bool) -> None:
+    """An expert without a token in the first step, or with an S that overflowed, is trained in steps between."""
+    torch.manual_seed(0)
+    layer = proxprop.nn.Conv1d(4, 4, 1, groups=2, bias=bias, solver=Exact(), dtype=torch.float64)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    handle = proxprop.attach(optimizer, layer, running=Running(update_every=2, invert_every=2))
+    for x in (randn(0, 4, 3, seed=0), randn(5, 4, 3, seed=1)):
+        optimizer.zero_grad()
+        layer(x).square().sum().backward()
+        gradient = grads(layer)
+        handle.solve()
+        assert_same(grads(layer), gradient)
+        optimizer.step()
 
 
 def test_a_learning_rate_stays_stable() -> None:
