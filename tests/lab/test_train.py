@@ -127,6 +127,19 @@ def test_a_run_that_cannot_start_leaves_no_folder(tmp_path, small):
         assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("model", "batch_size"), [("mlp-bn", 1), ("mlp-bn", 7), ("resnet18", 7)])
+def test_a_last_batch_that_cannot_be_normalised_is_refused_before_the_first(tmp_path, model, batch_size):
+    """Of 15 samples of 8×8 pixels, batches of 7 leave one of a single sample."""
+    data = tmp_path / "own.npz"
+    np.savez(data, inputs=np.ones((18, 1, 8, 8), np.float32), labels=np.arange(18) % 2)
+    config = Config(data=str(data), model=model, hidden=(4,), batch_size=batch_size, validation=0, epochs=1)
+    with pytest.raises(
+        Refused, match=rf"batches of {batch_size} leave a last one of 1; choose another --batch"
+    ):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def stop_after(steps):
     class Stop(watching.Quiet):
         def step(self, done, loss):

@@ -19,7 +19,7 @@ from proxprop.lab.methods import Method, method
 from proxprop.lab.plan import layer_rows
 from proxprop.lab.records import Record, Run, read
 from proxprop.lab.records.checkpoint import Checkpoint, Trained, pack, unpack
-from proxprop.lab.refusal import Interrupted
+from proxprop.lab.refusal import Interrupted, Refused
 from proxprop.lab.step import Steps
 from proxprop.lab.watch import TensorBoard, Watch, default
 
@@ -51,6 +51,8 @@ def train(
     config = replace(config.settled(), device=str(device))
     if dataset is None and not (folder / "result.json").exists():
         dataset = load(config.data, config.data_dir, config.validation)
+    if dataset is not None:
+        _check_batches(config, dataset)
     forked = [device] if device.type == "cuda" else []
     with Run(folder, config, resume) as run:
         if dataset is not None and not run.done:
@@ -64,6 +66,18 @@ def train(
                 run.start(device, at_once)
                 _train(run, chosen, dataset.to(device), device, watch or default(), flag)
     return read(folder)
+
+
+def _check_batches(config: Config, dataset: Dataset) -> None:
+    """Refuse a batch size that leaves a last batch which the model can't normalise."""
+    assert config.batch_size is not None
+    samples, least = len(dataset.train), models.least_batch(config.model, dataset.shape)
+    last = samples % config.batch_size or min(samples, config.batch_size)
+    if last < least:
+        raise Refused(
+            f"model {config.model} should get batches of at least {least} samples of this data, but {samples} in "
+            f"batches of {config.batch_size} leave a last one of {last}; choose another --batch-size or --validation"
+        )
 
 
 @contextmanager
