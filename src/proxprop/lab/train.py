@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from proxprop.lab import devices, models
 from proxprop.lab.config import Config
-from proxprop.lab.data import Dataset, load
+from proxprop.lab.data import Dataset, fingerprint, load
 from proxprop.lab.interruption import Flag, interruptible
 from proxprop.lab.measure import cosines, measure
 from proxprop.lab.methods import Method, method
@@ -53,8 +53,10 @@ def train(
         dataset = load(config.data, config.data_dir, config.validation)
     if dataset is not None:
         _check_batches(config, dataset)
+    data = fingerprint(config.data)
     forked = [device] if device.type == "cuda" else []
     with Run(folder, config, resume) as run:
+        run.check_data(data)
         if dataset is not None and not run.done:
             with (
                 torch.random.fork_rng(forked),
@@ -63,7 +65,7 @@ def train(
                 _heard(run),
                 interruptible() as flag,
             ):
-                run.start(device, at_once)
+                run.start(device, at_once, data)
                 _train(run, chosen, dataset.to(device), device, watch or default(), flag)
     return read(folder)
 
