@@ -144,6 +144,24 @@ def test_tied_layers_average_their_sum() -> None:
     assert {"first.S", "second.S", "first.steps"} <= handle.state_dict().keys()
 
 
+@works("Tied weights", mode="deferred")
+@pytest.mark.parametrize("biases", ["own", "none"])
+def test_what_a_layer_saw_ages_in_steps_that_use_only_layers_tied_to_it(biases: str) -> None:
+    """Without memory, the second step is that of plain deferred mode, whatever the other layer saw in the first."""
+    running = Running(decay=0.0, update_every=1, invert_every=1, damping=None)
+    found = []
+    for options in ({"running": running}, {}):
+        model = proxprop.convert(Tied(biases), Exact())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        proxprop.attach(optimizer, model, **options)
+        for call in (model, lambda x, model=model: model.head(model.first(x))):
+            optimizer.zero_grad()
+            call(randn(6, 4, seed=1)).sum().backward()
+            optimizer.step()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert_same(*found, tolerance=1e-9)
+
+
 @pytest.fixture
 def large_from_five(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "TURNS_LEAST_FEATURES", 5)
