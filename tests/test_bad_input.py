@@ -232,6 +232,7 @@ def test_a_first_batch_with_nan_in_a_generic_layer() -> None:
     (-1.0, ValueError, "tau_theta should be > 0 and finite but is -1.0"),
     (float("inf"), ValueError, "tau_theta should be > 0 and finite but is inf"),
     (float("nan"), ValueError, "tau_theta should be > 0 and finite but is nan"),
+    (1e-40, ValueError, "tau_theta should be at least 1e-30, .* but is 1e-40"),
     ("1", TypeError, "tau_theta should be a real number but is '1'"),
     (None, TypeError, "tau_theta should be a real number but is None"),
     (True, TypeError, "tau_theta should be a real number but is True"),

@@ -12,6 +12,9 @@ Scaling = Literal["paper", "gradient"]
 SCALINGS: tuple[Scaling, ...] = ("paper", "gradient")
 Space = Literal["sample", "feature", "matrix_free"]
 
+LEAST_TAU_THETA = 1e-30
+"""The smallest τ_θ. λ, which is at most the number of samples times 1/τ_θ, is then within float32's range."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -35,6 +38,11 @@ class Settings:
         object.__setattr__(self, "tau_theta", _real(self.tau_theta))
         if not (self.tau_theta > 0 and math.isfinite(self.tau_theta)):
             raise ValueError(f"tau_theta should be > 0 and finite but is {self.tau_theta}")
+        if self.tau_theta < LEAST_TAU_THETA:
+            raise ValueError(
+                f"tau_theta should be at least {LEAST_TAU_THETA:g}, because float32 holds no 1/tau_theta much larger, "
+                f"but is {self.tau_theta}"
+            )
         if self.scaling not in SCALINGS:
             raise ValueError(f"scaling should be one of {', '.join(SCALINGS)} but is {self.scaling!r}")
         possible_spaces(self.solver, self.space)

@@ -277,6 +277,23 @@ def test_recomputed_calls(reentrant: bool) -> None:
         assert relative_error(held(layer), expected.direction(x.detach(), gradient(x.detach(), G))) < 1e-12
 
 
+@pytest.mark.parametrize("steps", [0, 1, 2], ids=["at first", "between", "later"])
+def test_a_step_that_is_given_up_leaves_nothing_where_the_next_one_does_not_use_the_layer(steps: int) -> None:
+    """Neither its S in the average nor a step in the count."""
+    layer, optimizer = attached(Exact(), RUNNING)
+    expected = Stated(RUNNING, Exact())
+    given = batches(steps + 6)
+    spike, spike_G = given.pop(steps)
+    for x, G in given[:steps]:
+        assert relative_error(stepped(layer, optimizer, x, G), expected.direction(x, gradient(x, G))) < 1e-12
+    optimizer.zero_grad()
+    layer(1e3 * spike).backward(spike_G)
+    optimizer.zero_grad()
+    optimizer.step()
+    for x, G in given[steps:]:
+        assert relative_error(stepped(layer, optimizer, x, G), expected.direction(x, gradient(x, G))) < 1e-12
+
+
 def test_s_of_a_graph_that_comes_a_step_late_is_dropped() -> None:
     layer, optimizer = attached(Exact(), RUNNING)
     expected = Stated(RUNNING, Exact())

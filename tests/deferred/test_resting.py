@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from deferred_claims import works
 from layers import SelfAttention
 from proxprop import Exact, Running
 from proxprop.deferred.accumulator import System
+from proxprop.solvers import FEATURE
 from quiet import quiet_dynamo
 from training import assert_same, attached, grads, images, plain_model, stepped
 
@@ -139,6 +141,48 @@ def test_layers_that_see_the_same_tensor_share_its_s(monkeypatch: pytest.MonkeyP
             assert torch.allclose(S[name][0, :6, :6], expected)
     assert torch.equal(S["k"], S["v"])
     assert S["k"].data_ptr() != S["v"].data_ptr()
+
+
+class Gated(nn.Module):
+    """Two layers that see the same tensor, in every call one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.out = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.gate(x).tanh() * self.up(x))
+
+
+def test_s_is_not_kept_from_one_backward_pass_to_the_next() -> None:
+    """NumPy writes each batch into the same memory, of which torch counts no writes."""
+    torch.manual_seed(0)
+    plain = Gated().double()
+    immediate, model = (proxprop.convert(copy.deepcopy(plain), Exact(), space=FEATURE) for _ in range(2))
+    optimizer = attached(model)
+    batch = numpy.empty((7, 6))
+    x = torch.from_numpy(batch)
+    for step in range(3):
+        batch[...] = (step + 1) * randn(7, 6, seed=step).numpy()
+        model(x)  # to look at the output alone
+        for each in (immediate, model):
+            each.zero_grad()
+            each(x).square().sum().backward()
+        optimizer.step()
+        assert_same(grads(model), grads(immediate), tolerance=1e-9)
+
+
+def test_layers_that_see_a_tensor_in_two_precisions_share_no_s() -> None:
+    torch.manual_seed(0)
+    model = proxprop.convert(Gated(), Exact(), space=FEATURE)
+    handle = proxprop.attach(torch.optim.SGD(model.parameters(), lr=0.0), model)
+    x = randn(7, 6, seed=1).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        gate = model.gate(x)
+    (gate * model.up(x)).sum().backward()
+    S = {system.name: system.S[0, :6, :6] for system in handle.systems}
+    for name, seen in (("gate", x.bfloat16().float()), ("up", x)):
+        torch.testing.assert_close(S[name], seen.T @ seen)
 
 
 class Lookups(nn.Module):

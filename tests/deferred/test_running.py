@@ -14,7 +14,7 @@ from cases import randn, relative_error
 from proxprop import CG, Exact, Running, tuning
 from proxprop.solvers import Solver
 from running_averages import SOLVERS, attached, batches, rows, stated, stepped
-from training import Tied, assert_same, handle_of, images, loss_of, plain_model, small_model
+from training import Tied, assert_same, grads, handle_of, images, loss_of, plain_model, small_model
 
 works = pytest.mark.compatibility
 
@@ -74,6 +74,22 @@ def test_the_gradients_scale_is_kept() -> None:
         assert relative_error(layer.weight.grad, G.T @ x) < tolerance
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_that_has_seen_nothing_keeps_the_gradient(bias: bool) -> None:
+    """An expert without a token in the first step, or with an S that overflowed, is trained in steps between."""
+    torch.manual_seed(0)
+    layer = proxprop.nn.Conv1d(4, 4, 1, groups=2, bias=bias, solver=Exact(), dtype=torch.float64)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    handle = proxprop.attach(optimizer, layer, running=Running(update_every=2, invert_every=2))
+    for x in (randn(0, 4, 3, seed=0), randn(5, 4, 3, seed=1)):
+        optimizer.zero_grad()
+        layer(x).square().sum().backward()
+        gradient = grads(layer)
+        handle.solve()
+        assert_same(grads(layer), gradient)
+        optimizer.step()
+
+
 def test_a_learning_rate_stays_stable() -> None:
     """The largest eigenvalue of the preconditioned quadratic is at most (1 + ρ)·c, no more than BackProp's."""
     A = randn(50, 6, seed=1) @ torch.diag(torch.tensor([10.0, 3, 1, 1, 0.1, 0.01], dtype=torch.float64))
@@ -126,6 +142,24 @@ def test_tied_layers_average_their_sum() -> None:
         tolerance=1e-9,
     )
     assert {"first.S", "second.S", "first.steps"} <= handle.state_dict().keys()
+
+
+@works("Tied weights", mode="deferred")
+@pytest.mark.parametrize("biases", ["own", "none"])
+def test_what_a_layer_saw_ages_in_steps_that_use_only_layers_tied_to_it(biases: str) -> None:
+    """Without memory, the second step is that of plain deferred mode, whatever the other layer saw in the first."""
+    running = Running(decay=0.0, update_every=1, invert_every=1, damping=None)
+    found = []
+    for options in ({"running": running}, {}):
+        model = proxprop.convert(Tied(biases), Exact())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        proxprop.attach(optimizer, model, **options)
+        for call in (model, lambda x, model=model: model.head(model.first(x))):
+            optimizer.zero_grad()
+            call(randn(6, 4, seed=1)).sum().backward()
+            optimizer.step()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert_same(*found, tolerance=1e-9)
 
 
 @pytest.fixture

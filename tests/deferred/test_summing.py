@@ -288,6 +288,53 @@ def test_a_recomputed_forward_counts_once(use_reentrant: bool) -> None:
     assert_same(grads(model), expected, tolerance=1e-9)
 
 
+@works("Activation checkpointing, reentrant and not", mode="deferred")
+@pytest.mark.parametrize("space", [None, FEATURE], ids=["rows", "S"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_layer_used_inside_and_outside_of_a_checkpoint(use_reentrant: bool, space: str | None) -> None:
+    """A reentrant checkpoint runs a backward pass of its own in the midst of another, which has added to S by then.
+
+    The gradient of the other pass comes only after that, because the first call adds to it too.
+    """
+    x, G = randn(2, 20, seed=1), randn(2, 20, seed=2)
+    plain = nn.Linear(20, 20).double()
+    layer = converted(plain, Exact(), tau_theta=0.7, space=space)
+    optimizer = attached(layer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        first = layer(x)
+        second = checkpoint(layer, first, use_reentrant=use_reentrant)
+        layer(second).backward(G)
+        optimizer.step()
+        second_G = G @ plain.weight
+        calls = [(x, second_G @ plain.weight), (first.detach(), second_G), (second.detach(), G)]
+        assert_directions(layer, summed_oracle(plain, calls, Exact(), 0.7))
+
+
+def test_a_backward_pass_that_fails_leaves_nothing_behind() -> None:
+    """Neither its S nor the belief that it is still running."""
+    calls = two_calls(nn.Linear(5, 3).double(), (randn(6, 5, seed=1),))
+    plain = nn.Linear(5, 3).double()
+    layer = converted(plain, Exact(), tau_theta=0.7, space=FEATURE)
+    optimizer = attached(layer)
+
+    def fail(_: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    (x,), G = calls[0]
+    hidden = layer(x.clone().requires_grad_())
+    hook = layer.weight.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(KeyboardInterrupt) as failed:  # held on to, as an interactive shell does
+        hidden.backward(G)
+    hook.remove()
+    for (y,), H in calls:
+        optimizer.zero_grad()
+        layer(y).backward(H)
+        optimizer.step()
+        assert_directions(layer, summed_oracle(plain, [((y,), H)], Exact(), 0.7))
+    assert failed.value is not None
+
+
 @works("`torch.compile` of the model, with and without `fullgraph`", mode="deferred")
 @quiet_dynamo
 @FEW

@@ -34,6 +34,10 @@ MISTAKES = [
     ({"optimizer": "adma"}, "did you mean 'adam'?"),
     ({"precision": "fp16"}, "precision should be one of fp32, tf32, bf16"),
     ({"checkpoint_seconds": -1.0}, "checkpoint_seconds should be >= 0"),
+    ({"checkpoint_seconds": float("inf")}, "checkpoint_seconds should be >= 0 and finite but is inf"),
+    ({"lr": 10**400}, "lr should be > 0 and finite but is inf"),
+    ({"lr": 1e300}, r"lr should be 1e-30 to 1e\+38 but is 1e\+300"),
+    ({"tau_theta": 1e-320}, r"tau_theta should be 1e-30 to 1e\+38 but is 1e-320"),
 ]
 
 
@@ -72,6 +76,14 @@ def test_runs_share_a_name_exactly_when_they_are_the_same_run():
         replace(base, threads=1),
     ]
     assert len({config.slug() for config in [base, *others]}) == 5
+
+
+@pytest.mark.parametrize("content", [b"lr = \xff", b"lr = " + b"9" * 5000, b"lr = " + b"[" * 5000, b"lr 3"])
+def test_what_is_no_toml_is_named(tmp_path, content):
+    path = tmp_path / "run.toml"
+    path.write_bytes(content)
+    with pytest.raises(Refused, match=r"run\.toml is not valid TOML: "):
+        from_toml(path)
 
 
 def test_toml_is_read(tmp_path):

@@ -17,7 +17,7 @@ from proxprop.lab.peers.protocol import Job
 from proxprop.lab.peers.record import Run, command
 from proxprop.lab.peers.run import DIVERGED, FAILED, run
 from proxprop.lab.peers.spaces import SPACES, setting
-from proxprop.lab.peers.store import Store
+from proxprop.lab.peers.store import TIMES, Store
 from proxprop.lab.peers.tasks import TASKS, digits
 from proxprop.lab.refusal import Refused
 
@@ -163,6 +163,25 @@ class TestStore:
         path.write_text(path.read_text()[:-60])
         with pytest.raises(Refused, match=r"digits.csv row 1 is not a record"):
             store.runs("digits")
+
+    @pytest.mark.parametrize(
+        "content", [b"task,target\n\xff,1\n", b'task\n"\n', b"task,target\ndigits,soon\n", b"a\n1\n"]
+    )
+    def test_damaged_targets_and_times_are_refused_and_kept(self, tmp_path, content):
+        store = Store(tmp_path)
+        for name, act in (
+            ("targets", store.targets),
+            ("times", lambda: store.add_times([dict.fromkeys(TIMES, "1")])),
+        ):
+            if name == "times" and b"soon" in content:
+                continue  # times are not numbers to the store
+            path = tmp_path / f"{name}.csv"
+            path.write_bytes(content)
+            with pytest.raises(
+                Refused, match=rf"{name}\.csv is not a (table of {name}|readable \.csv in UTF-8)"
+            ):
+                act()
+            assert path.read_bytes() == content
 
     def test_two_processes_do_not_write_at_once(self, tmp_path):
         with (
@@ -326,6 +345,25 @@ class TestCommand:
         with pytest.raises(SystemExit, match="2"):
             main([*COMMON, str(tmp_path), "--method", "moun"])
         assert "did you mean 'muon'?" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("what", ["time", "write"])
+    def test_nothing_is_timed_or_drawn_from_nothing(self, tmp_path, capsys, what):
+        with pytest.raises(SystemExit, match="2"):
+            main(["bench", what, "--task", "digits", "--out", str(tmp_path)])
+        assert f"there is nothing to {'time' if what == 'time' else 'draw'}" in capsys.readouterr().err
+
+    def test_times_are_not_added_beside_another_process(self, tiny, tmp_path):
+        store = Store(tmp_path)
+        store.add(made())
+        store.add(made(trial=1))
+        with Store(tmp_path).locked(), pytest.raises(Refused, match="another process"):
+            timing.time_all(store, ["digits"], ["adamw"], CPU, ["eager"], lambda text: None)
+
+    @pytest.mark.parametrize("option", ["--trial", "--seed", "--trials", "--seeds"])
+    def test_numbers_beyond_any_patience_are_refused(self, tmp_path, capsys, option):
+        with pytest.raises(SystemExit, match="2"):
+            main([*COMMON, str(tmp_path), "--method", "adamw", option, str(10**30)])
+        assert option in capsys.readouterr().err
 
     def test_steps_are_timed_and_figures_drawn(self, tiny, tmp_path, monkeypatch):
         store = Store(tmp_path)

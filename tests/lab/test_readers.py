@@ -290,6 +290,16 @@ def test_an_array_whose_header_promises_too_much_is_named(tmp_path, samples):
         load(str(path))
 
 
+def test_an_array_whose_header_does_not_end_is_named(tmp_path):
+    path = tmp_path / "own.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(
+            "inputs.npy", b"\x93NUMPY\x01\x00" + (300).to_bytes(2, "little") + b"[" * 299 + b"\n"
+        )
+    with pytest.raises(Refused, match=r"is not a readable \.npz of plain numbers"):
+        load(str(path))
+
+
 def test_a_bomb_of_an_archive_is_not_unpacked(tmp_path, monkeypatch):
     monkeypatch.setattr(own, "UNPACKED", 4000)
     path = tmp_path / "own.npz"

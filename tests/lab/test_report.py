@@ -2,9 +2,11 @@
 
 import csv
 import math
+import os
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -340,6 +342,7 @@ def without_validation(record):
 @pytest.mark.parametrize("change", [
     without_validation,
     lambda record: replace(record, status="unfinished", epochs=record.epochs[:1]),
+    lambda record: replace(record, folder=Path(os.fsdecode(b"\xff")), config=replace(record.config, data=os.fsdecode(b"\xff.npz")), notes=[os.fsdecode(b"in \xff")]),
     lambda record: replace(record, status="diverged", epochs=[record.epochs[0], record.epochs[1] | {"loss": None}]),
 ])  # fmt: skip
 def test_strange_records_are_reported_too(tmp_path, comparison, change):

@@ -7,6 +7,7 @@ import sys
 import time
 import types
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -125,6 +126,44 @@ def test_a_run_that_cannot_start_leaves_no_folder(tmp_path, small):
         with pytest.raises(Refused):
             train(replace(small, **wrong), tmp_path / "run")
         assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("model", "batch_size"), [("mlp-bn", 1), ("mlp-bn", 7), ("resnet18", 7)])
+def test_a_last_batch_that_cannot_be_normalised_is_refused_before_the_first(tmp_path, model, batch_size):
+    """Of 15 samples of 8×8 pixels, batches of 7 leave one of a single sample."""
+    data = tmp_path / "own.npz"
+    np.savez(data, inputs=np.ones((18, 1, 8, 8), np.float32), labels=np.arange(18) % 2)
+    config = Config(data=str(data), model=model, hidden=(4,), batch_size=batch_size, validation=0, epochs=1)
+    with pytest.raises(
+        Refused, match=rf"batches of {batch_size} leave a last one of 1; choose another --batch"
+    ):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_run_is_not_taken_for_one_on_data_that_has_changed(tmp_path, small, done):
+    """A path names no data: what was written there since is another task."""
+    data, folder = tmp_path / "own.npz", tmp_path / "run"
+    data.write_bytes(Path(small.data).read_bytes())
+    config = replace(small, data=str(data), checkpoint_seconds=0.0)
+    if done:
+        train(config, folder)
+    else:
+        with pytest.raises(Interrupted):
+            train(config, folder, watch=stop_after(4))
+    before = {path: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
+    with np.load(data) as arrays:
+        np.savez(data, **{name: array[::-1] for name, array in arrays.items()})
+    with pytest.raises(
+        Refused, match=r"run holds a run on other contents of .*own\.npz: its SHA-256 was .*--out"
+    ):
+        train(config, folder, resume=True)
+    assert {path: path.read_bytes() for path in before} == before
+    data.write_bytes(Path(small.data).read_bytes())
+    assert train(config, folder, resume=True).status == "finished"
+    data.unlink()
+    assert train(config, folder, resume=True).status == "finished"  # there is nothing to compare
 
 
 def stop_after(steps):

@@ -24,7 +24,7 @@ from proxprop.deferred.preconditioner import rows_pay
 from proxprop.distributed import mesh_of, several_ranks
 from proxprop.nn.layer import Part, ProximalLayer
 from proxprop.solvers import DIAGONAL
-from proxprop.torch_internals import is_due, writes
+from proxprop.torch_internals import backward_pass, is_due, writes
 from proxprop.transfer import Affine, LinearTransfer, Shapes, Transfer
 
 if TYPE_CHECKING:
@@ -124,16 +124,22 @@ class SharedInput:
     question: tuple[object, ...]
     left: int = 1
     _S: Tensor | None = field(default=None, init=False, repr=False)
+    _pass: int = field(default=-1, init=False, repr=False)
 
     def matches(self, input: Tensor, question: tuple[object, ...]) -> bool:
         """Whether S of this input is the same."""
         return self.tensor() is input and (self.version, self.question) == (writes(input), question)
 
     def summand(self, make: Callable[[], Tensor]) -> Tensor:
-        """S, made for the first call that asks and kept for the last."""
-        S = make() if self._S is None else self._S
+        """S, made for the first call that asks in a backward pass and kept for the last.
+
+        The next pass makes it anew: calls without a backward pass are still waited for then, and what NumPy writes into
+        a tensor between two passes counts as no write.
+        """
+        running = backward_pass()
+        S = make() if self._S is None or self._pass != running else self._S
         self.left -= 1
-        self._S = S if self.left else None
+        self._S, self._pass = S if self.left else None, running
         return S
 
 
@@ -313,7 +319,7 @@ class System(Equation):
         sampling = self._sampling()
         call = Call(self, self.shapes, sampling)
         if len(inputs) == 1 and not torch.compiler.is_compiling():
-            question = self.call, self.leaves[0].shape, self._made_for, sampling
+            question = self.call, self.leaves[0].shape, self._made_for, sampling, inputs[0].dtype
             call.input = self._inputs.seen(of, question)
         tensors = [*(t.detach() for t in inputs), *self.leaves]
         result: Tensor = Tap.apply(output, call, len(inputs), *tensors)

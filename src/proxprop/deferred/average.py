@@ -213,9 +213,22 @@ class Averages:
                 held = self.averages[term.equation] = Average(held.S.to(step.S), held.samples.to(step.S))
             if not step.S.is_meta:
                 alike.setdefault((step.S.device, step.S.dtype), []).append((held, step))
+        decay = self.running.decay**self.running.update_every
         for pairs in alike.values():
-            update(pairs, self.running.decay**self.running.update_every)
+            update(pairs, decay)
+        for unused in self._unused(steps):
+            unused.S.mul_(decay)
+            unused.samples.mul_(decay)
         return started
+
+    def _unused(self, steps: Mapping[Cluster, Sequence[Term]]) -> Iterator[Average]:
+        """Averages of systems that share parameters with those of a step but were not used in it: they age too."""
+        for cluster, terms in steps.items():
+            used = {term.equation for term in terms}
+            if len(used) == len(cluster.systems):
+                continue
+            held = (self.averages.get(system) for system in cluster.systems if system not in used)
+            yield from (average for average in held if average is not None and not average.S.is_meta)
 
     def _has_moved(self, cluster: Cluster, held: Average, step: Average) -> bool:
         """Whether S is of another precision or device than before; all ranks that keep an inverse say the same."""

@@ -1,7 +1,8 @@
 """When S is summed: the steps that layers take, their gradients, and the layers as they rest or are observed."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -154,6 +155,7 @@ class Watch:
         self._arrived: list[Tensor] = []
         self._spread = any(mesh_of(p) is not None for p in self.parameters)
         self._task = -1
+        self._running: Callable[[], object] = lambda: None  # refers to a pass weakly, while it runs
         self._summed = self._warned = self._mixed = False
         self._versions = [NONE] * len(self.parameters)
         self._solved: list[tuple[int, int]] = []
@@ -183,6 +185,18 @@ class Watch:
             self.resting = resting
             self.follow(self.parameters)
 
+    def drop_given_up(self) -> None:
+        """Drop what was summed for gradients that were then set to None: this step does not use the layer.
+
+        Under several ranks, None says nothing of what others have.
+        """
+        if several_ranks() or self._spread or any(p.grad is not None for p in self.parameters):
+            return
+        self.waiting = False
+        self._arrived.clear()
+        for system in self.systems:
+            system.forget()
+
     def look(self) -> bool:
         """See what came while resting, and whether it was added to a direction.
 
@@ -208,14 +222,20 @@ class Watch:
     def notice(self, _: Tensor | None = None) -> None:
         """A gradient, or S, is about to be added to."""
         task = backward_pass()
-        if task == self._task:
+        # A reentrant checkpoint runs a pass inside a pass. It ends with the outer one, whose S it must not forget.
+        if task == self._task or self._running() is not None:
             return
         self._task, self._summed = task, False
         if any(system.holds for system in self.systems):
             self._forget_if_zeroed()
         before = self._current()
         mixed = self._holds_direction(before) or (self._mixed and before == self._versions)
-        after_backward_pass(lambda: self._note_pass(before, mixed))
+
+        def ended() -> None:
+            self._note_pass(before, mixed)
+
+        self._running = weakref.ref(ended)  # autograd drops it with the pass, also where that fails
+        after_backward_pass(ended)
 
     def note_sum(self) -> None:
         """S was added to."""

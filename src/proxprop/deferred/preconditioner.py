@@ -44,7 +44,8 @@ def absolute_form(S: Tensor, samples: Tensor | None, settings: Settings) -> Form
 def relative_form(S: Tensor, damping: float, features: int, blocks: int = 1) -> Form:
     """`(1 + ρ)·c·(ρcI + S)⁻¹B` with c the mean of S's diagonal, for each group: the scale of S drops out.
 
-    Where S is c times the identity this is B itself, whatever ρ; as ρ grows it tends to B. S is overwritten.
+    Where S is c times the identity this is B itself, whatever ρ; as ρ grows it tends to B. It is B too where S is
+    zero, which says nothing of inputs to come: those of an expert that saw no token yet. S is overwritten.
 
     Args:
         S: any multiple of it gives the same.
@@ -54,9 +55,11 @@ def relative_form(S: Tensor, damping: float, features: int, blocks: int = 1) -> 
     """
     diagonal = S if S.dim() == 2 else S.diagonal(dim1=-2, dim2=-1)
     mean = diagonal.reshape(len(S) // blocks, -1).sum(-1) / features
-    mean = torch.where(mean == 0, 1.0, mean)[:, None].expand(-1, blocks)
-    mean = mean.reshape(-1, *[1] * (S.dim() - 1))
-    return Form(S.div_(mean), damping, 1 + damping)
+    mean = mean[:, None].expand(-1, blocks).reshape(-1, *[1] * (S.dim() - 1))
+    unseen = mean == 0
+    S.div_(torch.where(unseen, 1.0, mean))
+    diagonal.add_(unseen.view(-1, 1))
+    return Form(S, damping, 1 + damping)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ RANGES = {
     "validation": (0, MOST),
 }
 WIDEST = 1_000_000
+FLOATS = (1e-30, 1e38)
+"""The least and the most a learning rate or τ_θ may be, so that float32 holds it, and N/τ_θ too."""
 
 # Settings that change where and how often a run writes, never what it computes.
 INCIDENTAL = ("data_dir", "checkpoint_seconds", "save_weights", "tensorboard")
@@ -174,7 +176,7 @@ def from_toml(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as error:
         raise Refused(f"cannot read the settings file {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number too long or brackets too deep
         raise Refused(f"{path} is not valid TOML: {error}") from error
 
 
@@ -199,7 +201,7 @@ def _typed(source: str, name: str, annotation: str, value: Any) -> Any:
         raise Refused(f"{source}: {name} should be a list of integers but is {value!r}")
     expected = {"str": str, "int": int, "float": float, "bool": bool}[annotation.removesuffix(" | None")]
     if expected is float and type(value) is int:
-        return float(value)
+        return float(value) if abs(value) < 2**1000 else math.inf * (1 if value > 0 else -1)
     if type(value) is not expected:
         raise Refused(f"{source}: {name} should be of type {expected.__name__} but is {value!r}")
     return value
@@ -212,6 +214,8 @@ def _check(config: Config) -> None:
     for name, value in (("lr", config.lr), ("tau_theta", config.tau_theta)):
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise Refused(f"{name} should be > 0 and finite but is {value}")
+        if value is not None and not FLOATS[0] <= value <= FLOATS[1]:
+            raise Refused(f"{name} should be {FLOATS[0]:g} to {FLOATS[1]:g} but is {value}")
     if not 0 <= config.momentum < 1:
         raise Refused(f"momentum should be in [0, 1) but is {config.momentum}")
     for name, (least, most) in RANGES.items():
@@ -220,5 +224,5 @@ def _check(config: Config) -> None:
             raise Refused(f"{name} should be {least} to {most} but is {whole}")
     if config.hidden is not None and not all(1 <= width <= WIDEST for width in config.hidden):
         raise Refused(f"hidden should be widths of 1 to {WIDEST} but is {list(config.hidden)}")
-    if not config.checkpoint_seconds >= 0:
-        raise Refused(f"checkpoint_seconds should be >= 0 but is {config.checkpoint_seconds}")
+    if not (config.checkpoint_seconds >= 0 and math.isfinite(config.checkpoint_seconds)):
+        raise Refused(f"checkpoint_seconds should be >= 0 and finite but is {config.checkpoint_seconds}")

@@ -11,6 +11,16 @@ from proxprop.lab.config import Config
 from proxprop.lab.refusal import Refused, one_of
 
 
+def least_batch(model: str, shape: tuple[int, ...]) -> int:
+    """How many samples a batch of these inputs needs: a batch normalisation takes no mean over a single number.
+
+    >>> least_batch("mlp-bn", (64,)), least_batch("resnet18", (3, 32, 32))
+    (2, 1)
+    """
+    small = max(shape[1:], default=1) <= 8  # a residual network's last images have one pixel
+    return 2 if model == "mlp-bn" or (model == "resnet18" and small) else 1
+
+
 def build(config: Config, shape: Sequence[int], classes: int) -> nn.Module:
     """The model a Config names, for inputs of `shape` (without the samples) and `classes` outputs."""
     hidden = config.settled().hidden or ()

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from proxprop.lab import devices, models
 from proxprop.lab.config import Config
-from proxprop.lab.data import Dataset, load
+from proxprop.lab.data import Dataset, fingerprint, load
 from proxprop.lab.interruption import Flag, interruptible
 from proxprop.lab.measure import cosines, measure
 from proxprop.lab.methods import Method, method
 from proxprop.lab.plan import layer_rows
 from proxprop.lab.records import Record, Run, read
 from proxprop.lab.records.checkpoint import Checkpoint, Trained, pack, unpack
-from proxprop.lab.refusal import Interrupted
+from proxprop.lab.refusal import Interrupted, Refused
 from proxprop.lab.step import Steps
 from proxprop.lab.watch import TensorBoard, Watch, default
 
@@ -51,8 +51,12 @@ def train(
     config = replace(config.settled(), device=str(device))
     if dataset is None and not (folder / "result.json").exists():
         dataset = load(config.data, config.data_dir, config.validation)
+    if dataset is not None:
+        _check_batches(config, dataset)
+    data = fingerprint(config.data)
     forked = [device] if device.type == "cuda" else []
     with Run(folder, config, resume) as run:
+        run.check_data(data)
         if dataset is not None and not run.done:
             with (
                 torch.random.fork_rng(forked),
@@ -61,9 +65,21 @@ def train(
                 _heard(run),
                 interruptible() as flag,
             ):
-                run.start(device, at_once)
+                run.start(device, at_once, data)
                 _train(run, chosen, dataset.to(device), device, watch or default(), flag)
     return read(folder)
+
+
+def _check_batches(config: Config, dataset: Dataset) -> None:
+    """Refuse a batch size that leaves a last batch which the model can't normalise."""
+    assert config.batch_size is not None
+    samples, least = len(dataset.train), models.least_batch(config.model, dataset.shape)
+    last = samples % config.batch_size or min(samples, config.batch_size)
+    if last < least:
+        raise Refused(
+            f"model {config.model} should get batches of at least {least} samples of this data, but {samples} in "
+            f"batches of {config.batch_size} leave a last one of {last}; choose another --batch-size or --validation"
+        )
 
 
 @contextmanager

@@ -20,6 +20,9 @@ from proxprop.lab.peers.store import Store
 from proxprop.lab.peers.tasks import TASKS
 from proxprop.lab.refusal import Refused, one_of
 
+MOST = 9999
+"""Trials and seeds that anyone could wait for."""
+
 WAYS = ("eager", "compile", "graph")
 """How a step can be run; on a CPU compilation would take longer than all the timing, so it has to be asked for."""
 
@@ -42,10 +45,16 @@ def bench(
     method: Annotated[
         list[str] | None, typer.Option(help="A method, or several by repeating it [all].")
     ] = None,
-    trial: Annotated[int | None, typer.Option(min=0, help="Run this trial again [the chosen one].")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Run this seed again; 0 is the trials'.")] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Trials of every method.")] = protocol.TRIALS,
-    seeds: Annotated[int, typer.Option(min=1, help="Fresh seeds of every choice.")] = protocol.SEEDS,
+    trial: Annotated[
+        int | None, typer.Option(min=0, max=MOST, help="Run this trial again [the chosen one].")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=MOST, help="Run this seed again; 0 is the trials'.")
+    ] = None,
+    trials: Annotated[int, typer.Option(min=1, max=MOST, help="Trials of every method.")] = protocol.TRIALS,
+    seeds: Annotated[
+        int, typer.Option(min=1, max=MOST, help="Fresh seeds of every choice.")
+    ] = protocol.SEEDS,
     way: Annotated[
         list[str] | None,
         typer.Option(help="How `time` runs a step: eager, compile, graph [eager; on a CUDA GPU all three]."),

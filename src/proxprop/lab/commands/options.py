@@ -23,7 +23,7 @@ Download = Annotated[
     bool, typer.Option("--download", help="Fetch the dataset if it is not there (checked by SHA-256).")
 ]
 Epochs = Annotated[int | None, typer.Option(help="Passes over the training samples [10].")]
-Seeds = Annotated[int, typer.Option(min=1, help="Seeds per run; the tables then show a spread.")]
+Seeds = Annotated[int, typer.Option(min=1, max=9999, help="Seeds per run; the tables then show a spread.")]
 Out = Annotated[Path, typer.Option(help="Folder for runs and report.")]
 
 

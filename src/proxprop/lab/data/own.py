@@ -6,6 +6,7 @@
 import zipfile
 import zlib
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ UNREADABLE = (
     MemoryError,
     OverflowError,
     RuntimeError,
+    TokenError,
     zipfile.BadZipFile,
     zlib.error,
 )

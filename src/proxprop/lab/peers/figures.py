@@ -15,6 +15,7 @@ from proxprop.lab.peers.costs import costs
 from proxprop.lab.peers.methods import METHODS
 from proxprop.lab.peers.store import Store
 from proxprop.lab.peers.tasks import TASKS
+from proxprop.lab.refusal import Refused
 
 SGD, ADAMW, MUON = "#0072B2", "#D55E00", "#009E73"
 LOOKS: dict[str, dict[str, Any]] = {
@@ -39,14 +40,19 @@ FACTORS = np.geomspace(1, 16, 200)
 
 
 def write(store: Store) -> None:
-    """Draw every figure that the records allow."""
+    """Draw every figure that the records allow.
+
+    Raises:
+        Refused: they allow none.
+    """
     found = analysis.cells(store.all(TASKS), store.targets(), store.times())
     tasks = analysis.tasks_of(found)
+    if not tasks:
+        raise Refused(f"there is nothing to draw: {store.folder} holds no complete records of a task")
     for task in tasks:
         save(task_figure(_of(found, task)), store.folder / f"{task}.png")
-    if tasks:
-        save(overview(found), store.folder / "all.png")
-        save(costs(found), store.folder / "costs.png")
+    save(overview(found), store.folder / "all.png")
+    save(costs(found), store.folder / "costs.png")
 
 
 def _of(found: Cells, task: str) -> list[Cell]:

@@ -51,8 +51,16 @@ class Store:
             self._write(self._runs(run.task), COLUMNS, rows)
 
     def targets(self) -> dict[str, float]:
-        """The targets that were fixed."""
-        return {row["task"]: float(row["target"]) for row in read(self.folder / "targets.csv")}
+        """The targets that were fixed.
+
+        Raises:
+            Refused: a row can't be read.
+        """
+        path = self.folder / "targets.csv"
+        try:
+            return {row["task"]: float(row["target"]) for row in read(path)}
+        except (KeyError, TypeError, ValueError) as error:
+            raise Refused(f"{path} is not a table of targets: {error!r}") from error
 
     def fix_target(self, task: str, target: float, rule: str, commit: str) -> None:
         """Fix a target once and for all."""
@@ -67,8 +75,12 @@ class Store:
 
     def add_times(self, rows: Sequence[Mapping[str, str]]) -> None:
         """Add times; newer ones of the same task, method and way take the place of older ones."""
-        kept = {(row["task"], row["method"], row["way"]): row for row in [*self.times(), *rows]}
-        self._write(self.folder / "times.csv", TIMES, list(kept.values()))
+        path = self.folder / "times.csv"
+        try:
+            kept = {(row["task"], row["method"], row["way"]): row for row in [*self.times(), *rows]}
+            self._write(path, TIMES, list(kept.values()))
+        except (KeyError, ValueError) as error:
+            raise Refused(f"{path} is not a table of times: {error!r}") from error
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -99,8 +111,15 @@ class Store:
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """The rows of a table; none where there is no file."""
+    """The rows of a table; none where there is no file.
+
+    Raises:
+        Refused: it is no table in UTF-8.
+    """
     if not path.is_file():
         return []
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return list(csv.DictReader(file))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise Refused(f"{path} is not a readable .csv in UTF-8: {error}") from error

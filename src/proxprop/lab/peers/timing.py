@@ -26,6 +26,7 @@ from proxprop.lab.peers.store import Store
 from proxprop.lab.peers.task import Task
 from proxprop.lab.peers.tasks import TASKS
 from proxprop.lab.records.environment import environment
+from proxprop.lab.refusal import Refused
 
 PERIOD, WARMING, ROUNDS = 10, 20, 7
 GRAPHED = ("sgd", "adamw", "muon", "exact+sgd", "cg3+sgd", "exact+adamw", "cg3+adamw")
@@ -42,17 +43,33 @@ def time_all(
     ways: Sequence[str],
     tell: Callable[[str], None],
 ) -> None:
-    """Time every method of every task and record it, task by task."""
-    for task in tasks:
-        runs = store.runs(task)
-        trials = {name: protocol.choice(runs, task, name) for name in methods}
-        chosen = {name: trial for name, trial in trials.items() if trial is not None}
-        if chosen:
-            rows, failed = time_task(TASKS[task], chosen, device, ways, ROUNDS)
+    """Time every method of every task and record it, task by task.
+
+    Raises:
+        Refused: no trial of these tasks is recorded, or another process adds records.
+    """
+    chosen = {task: _chosen(store, task, methods) for task in tasks}
+    if not any(chosen.values()):
+        raise Refused(
+            f"there is nothing to time: no trial of {', '.join(tasks)} is recorded in {store.folder}; run "
+            "`proxprop bench` first"
+        )
+    with store.locked():
+        for task, trials in chosen.items():
+            if not trials:
+                continue
+            rows, failed = time_task(TASKS[task], trials, device, ways, ROUNDS)
             store.add_times(rows)
             tell(f"{task}: timed {len(rows)} methods and ways in {ROUNDS} rounds")
             for line in failed:
                 tell(f"{task}: {line}")
+
+
+def _chosen(store: Store, task: str, methods: Sequence[str]) -> dict[str, int]:
+    """The chosen trial of each method that has one."""
+    runs = store.runs(task)
+    trials = {name: protocol.choice(runs, task, name) for name in methods}
+    return {name: trial for name, trial in trials.items() if trial is not None}
 
 
 def time_task(

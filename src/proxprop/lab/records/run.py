@@ -67,20 +67,48 @@ class Run:
         """Whether the run has ended, well or in divergence."""
         return (self.folder / "result.json").exists()
 
-    def start(self, device: torch.device, at_once: int = 1) -> None:
+    def check_data(self, digest: str | None) -> None:
+        """Refuse to go on with a run, or to take it for this one, if the user's own data has changed since.
+
+        Args:
+            digest: the SHA-256 of the file as it is now; None where there is no file to compare.
+
+        Raises:
+            Refused: an earlier start had another one.
+        """
+        try:
+            starts = self._starts()
+        except sealed.Damaged:
+            return
+        for start in starts:
+            before = start.get("data_sha256")
+            if isinstance(before, str) and digest is not None and before != digest:
+                raise Refused(
+                    f"{self.folder} holds a run on other contents of {self.config.data}: its SHA-256 was "
+                    f"{before[:12]}… and is {digest[:12]}… now; name another folder by --out"
+                )
+
+    def start(self, device: torch.device, at_once: int = 1, data: str | None = None) -> None:
         """Note the environment of this start after those of earlier starts.
 
         Args:
             device: where it trains.
             at_once: how many runs shared the machine; with more than one, training times are not comparable.
+            data: the SHA-256 of the user's own data.
         """
-        path = self.folder / "environment.json"
         try:
-            starts = sealed.read(path, lists("starts", START))["starts"] if path.exists() else []
+            starts = self._starts()
         except sealed.Damaged as damage:
             starts = []
             self.note(f"{damage}; it was begun anew")
-        sealed.write(path, {"starts": [*starts, environment(device) | {"runs_at_once": at_once}]})
+        now = environment(device) | {"runs_at_once": at_once}
+        now |= {"data_sha256": data} if data is not None else {}
+        sealed.write(self.folder / "environment.json", {"starts": [*starts, now]})
+
+    def _starts(self) -> list[Row]:
+        path = self.folder / "environment.json"
+        found: list[Row] = sealed.read(path, lists("starts", START))["starts"] if path.exists() else []
+        return found
 
     def note(self, text: str) -> None:
         """Keep something a person should know with the run."""

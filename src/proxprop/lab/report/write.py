@@ -39,8 +39,8 @@ def write_report(
     try:
         out.mkdir(parents=True, exist_ok=True)
         path = out / "report.html"
-        write_bytes(path, html.page(title, body).encode())
-        write_bytes(out / "records.csv", tidy(records).encode())
+        write_bytes(path, html.page(title, body).encode(errors="replace"))  # a folder's name may be no text
+        write_bytes(out / "records.csv", tidy(records).encode(errors="replace"))
     except OSError as error:
         raise Refused(f"cannot write the report into {out}: {error.strerror}") from error
     for name, figure in named_figures(found) if formats else ():
