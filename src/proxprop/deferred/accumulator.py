@@ -8,7 +8,7 @@ whose gradients it sums.
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from proxprop import device
-from proxprop.backward import as_transfer, no_autocast, precision
+from proxprop.backward import as_transfer, for_sums, no_autocast, precision
 from proxprop.deferred.equation import Equation, equation_of
 from proxprop.deferred.preconditioner import rows_pay
 from proxprop.distributed import mesh_of, several_ranks
 from proxprop.nn.layer import Part, ProximalLayer
 from proxprop.solvers import DIAGONAL
 from proxprop.torch_internals import is_due, writes
-from proxprop.transfer import Affine, LinearTransfer, Shapes, Transfer
+from proxprop.transfer import Affine, LinearTransfer, Transfer
 from proxprop.transfer.layouts import BlockLayout
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from proxprop.deferred.observing import Cluster
 
 
-def weakly(method: Any) -> Callable[[Tensor], None]:
+def weakly(owner: Any, method: Callable[[Any, Tensor], None]) -> Callable[[Tensor], None]:
     """A hook that does not keep its object alive: Python can't see cycles that lead through a tensor's graph."""
-    owner, function = weakref.ref(method.__self__), method.__func__
+    find = weakref.ref(owner)
 
     def hook(tensor: Tensor) -> None:
-        found = owner()
+        found = find()
         if found is not None:
-            function(found, tensor)
+            method(found, tensor)
 
     return hook
 
@@ -72,91 +72,108 @@ def _drawn(
     return torch.randperm(samples, generator=generator, device=device)[: sampling.rows]
 
 
-@dataclass(eq=False)
 class Call:
     """One call of a layer. Its rows are added to S once, by the first backward pass that reaches it and S.
 
-    Attributes:
+    Calls of several layers that see the same tensor one after the other, such as query, key and value, share one S: it
+    is formed by the first of them that backward reaches, and kept for the last.
+
+    Args:
         system: whose leaves S is handed to.
-        shapes: the parameters' shapes, None for one that is not trained.
+        inputs: number of tensors that the layer was called with.
         sampling: which rows S is estimated from; None for all.
-        input: the only input, which other layers may see too; their calls share S.
+
+    Attributes:
+        layout: of what is trained in this call.
+        leaves: what S is handed to, and the number of samples where it has a leaf of its own.
         summed: whether its rows were added.
     """
 
-    system: "System"
-    shapes: Shapes
-    sampling: Sampling | None
-    input: "SharedInput | None" = None
-    summed: bool = False
+    def __init__(self, system: "System", inputs: int, sampling: Sampling | None = None) -> None:
+        self.system, self.inputs, self.sampling = system, inputs, sampling
+        self.shapes, self.layout, self.leaves = system.summed_shapes, system.summed_layout, system.leaves
+        self.summed = False
+        self._first: Call | None = None
+        self._S: Tensor | None = None
+        self._left = 1
 
-    def transfer(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Transfer:
-        """The call as a linear map; `shape` is the output's."""
-        dtype = self.system.leaves[0].dtype
-        return as_transfer(self.system.call, inputs, torch.Size(shape), self.shapes, dtype)
+    def share(self, first: "Call") -> bool:
+        """Share S with a call that saw the same input, if S depends on nothing else."""
+        if first._question() != self._question():
+            return False
+        self._first = first
+        first._left += 1
+        return True
+
+    def _question(self) -> tuple[object, ...]:
+        """All that S depends on beside the input."""
+        leaf = self.leaves[0]
+        return self.system.call, self.sampling, self.shapes, leaf.shape, leaf.dtype
 
     def summand(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        """What the call adds to S."""
-        if torch.compiler.is_compiling():
-            S: Tensor = compiled_summand(inputs, shape, self.system.key)
-            return S
-        if self.input is not None:
-            return self.input.summand(lambda: self._summand(inputs, shape))
-        return self._summand(inputs, shape)
-
-    def _summand(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        return self.system.summand(self.transfer(inputs, shape), self.sampling)
-
-
-@dataclass(eq=False)
-class SharedInput:
-    """An input that several layers see one after the other, such as that of query, key and value: one S for all.
-
-    Attributes:
-        tensor: the input.
-        version: how often it was written to.
-        question: all else that S depends on.
-        left: how many calls have yet to ask for S.
-    """
-
-    tensor: "weakref.ref[Tensor]"
-    version: int
-    question: tuple[object, ...]
-    left: int = 1
-    _S: Tensor | None = field(default=None, init=False, repr=False)
-
-    def matches(self, input: Tensor, question: tuple[object, ...]) -> bool:
-        """Whether S of this input is the same."""
-        return self.tensor() is input and (self.version, self.question) == (writes(input), question)
-
-    def summand(self, make: Callable[[], Tensor]) -> Tensor:
-        """S, made for the first call that asks and kept for the last."""
-        S = make() if self._S is None else self._S
-        self.left -= 1
-        self._S = S if self.left else None
+        """What the call adds to S, or to the diagonal of an S that is diagonal; `shape` is the output's."""
+        first = self._first or self
+        S = first._S if first._S is not None else self.formed(inputs, shape)
+        first._left -= 1
+        first._S = S if first._left else None
         return S
+
+    def formed(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        """S of this call, whatever others share."""
+        layout, leaf, sampling = self.layout, self.leaves[0], self.sampling
+        if type(layout) is LinearTransfer and sampling is None:
+            rows = self.rows(inputs)
+            return layout.square(rows[None]) if len(rows) else leaf.new_zeros(leaf.shape)
+        transfer = self.transfer(inputs, shape)
+        samples, blocks = transfer.sizes.samples, layout if isinstance(layout, BlockLayout) else None
+        if DIAGONAL in transfer.spaces:
+            return transfer.diagonal()
+        if (
+            sampling is not None
+            and samples > sampling.rows
+            and isinstance(transfer, Affine)
+            and not leaf.is_meta
+        ):
+            S = transfer.sampled_gram(sampling.draw(samples, leaf.device))
+            return S if blocks is None else blocks.blocks_of(S)
+        if not samples:
+            return leaf.new_zeros(leaf.shape)
+        return transfer.gram() if blocks is None else blocks.gram_of(transfer)
+
+    def rows(self, inputs: Sequence[Tensor]) -> Tensor:
+        """The rows of a linear layer `[samples, features]`, without the column of ones."""
+        (input,) = for_sums(self.system.call, inputs, self.leaves[0].dtype)
+        return input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
+
+    def transfer(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Transfer:
+        """The call as a linear map."""
+        return as_transfer(self.system.call, inputs, torch.Size(shape), self.shapes, self.leaves[0].dtype)
+
+    def samples(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> int:
+        """The number of samples."""
+        return self.transfer(inputs, shape).sizes.samples
 
 
 class Inputs:
-    """The input that a layer of a model saw last."""
+    """The input that a layer of a model saw last, and the first call that saw it."""
 
     def __init__(self) -> None:
-        self._last: SharedInput | None = None
+        self._seen: tuple[weakref.ref[Tensor], int, Call] | None = None
 
-    def seen(self, input: Tensor, question: tuple[object, ...]) -> SharedInput:
-        """An input that a layer sees; the last one, where that was the same and S depends on nothing else."""
-        if self._last is not None and self._last.matches(input, question):
-            self._last.left += 1
-        else:
-            self._last = SharedInput(weakref.ref(input), writes(input), question)
-        return self._last
+    def see(self, input: Tensor, call: Call) -> None:
+        """A call sees an input. If the call before saw the same, the two share S."""
+        version = writes(input)
+        if self._seen is not None:
+            seen, then, first = self._seen
+            if seen() is input and then == version and call.share(first):
+                return
+        self._seen = weakref.ref(input), version, call
 
 
 @torch.library.custom_op("proxprop::summand", mutates_args=())
 def compiled_summand(inputs: Sequence[Tensor], shape: Sequence[int], key: str) -> Tensor:
     """What a call adds to S, as one operation of a compiled graph; there it runs as in an eager pass."""
-    system = _systems[key]
-    return Call(system, system.shapes, None).summand(inputs, shape).contiguous()
+    return Call(_systems[key], len(inputs)).summand(inputs, shape).contiguous()
 
 
 @compiled_summand.register_fake
@@ -165,18 +182,22 @@ def _(inputs: Sequence[Tensor], shape: Sequence[int], key: str) -> Tensor:
     return inputs[0].new_empty(leaf.shape, dtype=leaf.dtype)
 
 
+_systems: WeakValueDictionary[str, "System"] = WeakValueDictionary()
+"""Systems by their key, which a compiled graph holds."""
+
+
 class Tap(torch.autograd.Function):
     """The identity on a layer's output, whose backward hands leaves what they sum."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, call: Call, inputs: int, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, call: Call, *tensors: Tensor) -> Tensor:
         """Save the inputs, as the layer itself does; the leaves come behind them.
 
         Returns:
             The output, detached so that an in-place activation may follow.
         """
-        ctx.save_for_backward(*tensors[:inputs])
-        ctx.call, ctx.inputs = call, inputs
+        ctx.save_for_backward(*tensors[: call.inputs])
+        ctx.call = call
         return output.detach()
 
     @staticmethod
@@ -187,35 +208,40 @@ class Tap(torch.autograd.Function):
         derivatives may reach the parameters through them alone.
         """
         call: Call = ctx.call
-        saved = ctx.saved_tensors
-        with torch.no_grad(), no_autocast(G.device.type):
-            sums = _summed_once(ctx, saved, G)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not call.summed:
-            G = Tap.apply(G, call, ctx.inputs, *saved, *call.system.leaves)
-        return (G, None, None, *[None] * ctx.inputs, *sums)
+        saved, differentiable = ctx.saved_tensors, torch.is_grad_enabled()
+        with torch.no_grad() if differentiable else nullcontext(), no_autocast(G.device.type):
+            sums = _sums(ctx, call, saved, G)
+        if differentiable and not torch.compiler.is_compiling() and not call.summed:
+            G = Tap.apply(G, call, *saved, *call.leaves)
+        return G, None, *[None] * call.inputs, *sums
 
 
-def _summed_once(ctx: Any, saved: Sequence[Tensor], G: Tensor) -> Sequence[Tensor | None]:
+def _sums(ctx: Any, call: Call, saved: Sequence[Tensor], G: Tensor) -> Sequence[Tensor | None]:
     """What a call adds to its leaves. S belongs to the forward pass, so a retained graph adds it once."""
-    call: Call = ctx.call
-    system, count = call.system, len(call.system.leaves)
-    if call.summed:
-        system.cluster.watch.notice()
-        system.cluster.watch.note_sum()
-        return [None] * count
-    if not torch.compiler.is_compiling():
-        # Whether this pass adds to the leaves; `torch.autograd.grad` does not.
-        (leaf, _), *_ = ctx.next_functions[-count:]
-        if leaf is None or not is_due(leaf):
-            if device.is_captured(G):
-                _refuse_gradients_alone(system)
-            return [None] * count
+    leaves, shape = len(call.leaves), G.shape
+    if torch.compiler.is_compiling():
+        S = compiled_summand(saved, shape, call.system.key)
+    elif _is_due(ctx, call, G):
         call.summed = True
-        if system.may_keep_rows and system.keep(call.transfer(saved, G.shape), saved[0].dtype):
-            return [None] * count
-    S = call.summand(saved, G.shape)
-    samples = call.transfer(saved, G.shape).sizes.samples if count > 1 else 0
-    return (S,) if count == 1 else (S, S.new_full((), samples))
+        if call.system.keep(call, saved):
+            return (None,) * leaves
+        S = call.summand(saved, shape)
+    else:
+        return (None,) * leaves
+    return (S,) if leaves == 1 else (S, S.new_full((), call.samples(saved, shape)))
+
+
+def _is_due(ctx: Any, call: Call, G: Tensor) -> bool:
+    """Whether this pass adds a call's rows to its leaves; `torch.autograd.grad` does not."""
+    if call.summed:
+        call.system.cluster.watch.notice(summed=True)
+        return False
+    leaf = ctx.next_functions[-1][0]
+    if leaf is not None and is_due(leaf):
+        return True
+    if device.is_captured(G):
+        _refuse_gradients_alone(call.system)
+    return False
 
 
 def _refuse_gradients_alone(system: "System") -> None:
@@ -237,10 +263,6 @@ def _is_asked_for(leaf: Any) -> bool:
         return True
 
 
-_systems: WeakValueDictionary[str, "System"] = WeakValueDictionary()
-"""Systems by their key, which a compiled graph holds."""
-
-
 class System(Equation):
     """S and the number of samples of one part of a layer, summed by autograd as the gradients of leaves.
 
@@ -257,11 +279,12 @@ class System(Equation):
         part: the parameters' blocks, and how the layer is called.
         running: the user's choice of running averages; None without them.
         inputs: what the model's layers saw last.
-        when_summed: called in every backward pass as soon as S holds all that the pass adds to it.
+        when_summed: called in every backward pass as soon as S holds all that the pass adds to it, under several ranks.
 
     Attributes:
         usual: whether calls are expected to set this system up.
         leaves: the leaves of the last call. They have shape, precision and device of what is summed.
+        summed_shapes, summed_layout: of what was trained when the leaves were made.
         common: whether all ranks that share the layer have the same inputs, and so the same S.
         cluster: the systems that share parameters with this one.
     """
@@ -284,6 +307,7 @@ class System(Equation):
         self.leaves: tuple[Tensor, ...] = ()
         self._made_for: tuple[object, ...] = ()
         self._ones = self.common = self._repeated = False
+        self._spread = any(mesh_of(parameter) is not None for parameter in layer.parameters())
         self._rows: list[Tensor] = []
         self._calls = 0
         self.key = f"{layer._turn} {name}"  # the same if it is attached again: a compiled graph may hold it
@@ -301,26 +325,29 @@ class System(Equation):
         self._calls = 0
 
     def tap(self, output: Tensor, inputs: Sequence[Tensor], of: Tensor) -> Tensor:
-        """The output such that its backward adds to S.
+        """The output such that its backward adds to S; the output itself where nothing is trained.
 
         Args:
             output: of the layer.
             inputs: as the layer's products saw them.
             of: what the first input was made of; other layers may see it too.
         """
-        self._fit_leaves(output.device, precision(output, *inputs))
-        self._note_tensor_parallel()
-        sampling = self._sampling()
-        call = Call(self, self.shapes, sampling)
-        if len(inputs) == 1 and not torch.compiler.is_compiling():
-            question = self.call, self.leaves[0].shape, self._made_for, sampling
-            call.input = self._inputs.seen(of, question)
-        tensors = [*(t.detach() for t in inputs), *self.leaves]
-        result: Tensor = Tap.apply(output, call, len(inputs), *tensors)
+        trained = self._fit_leaves(output.device, precision(output, *inputs))
+        if not trained:
+            return output
+        if self._spread:
+            self._note_tensor_parallel()
+        if torch.compiler.is_compiling():
+            call = Call(self, len(inputs))
+        else:
+            call = Call(self, len(inputs), self._sampling())
+            if call.inputs == 1:
+                self._inputs.see(of, call)
+        result: Tensor = Tap.apply(output, call, *[tensor.detach() for tensor in inputs], *self.leaves)
         return result
 
     def _sampling(self) -> Sampling | None:
-        if self._running is None or self._running.rows is None or torch.compiler.is_compiling():
+        if self._running is None or self._running.rows is None:
             return None
         self._calls += 1
         return Sampling(self._running.rows, self.cluster.steps, self._calls)
@@ -331,28 +358,11 @@ class System(Equation):
         self.common = mesh is not None and mesh == mesh_of(self.parameters[0])
         self._repeated = mesh is not None and not self.common and any(mesh.get_coordinate())
 
-    def summand(self, transfer: Transfer, sampling: Sampling | None) -> Tensor:
-        """What a call adds to S, or to the diagonal of an S that is diagonal."""
-        samples, leaf = transfer.sizes.samples, self.leaves[0]
-        blocks = self.layout if isinstance(self.layout, BlockLayout) else None
-        if DIAGONAL in transfer.spaces:
-            return transfer.diagonal()
-        if (
-            sampling is not None
-            and samples > sampling.rows
-            and isinstance(transfer, Affine)
-            and not leaf.is_meta
-        ):
-            S = transfer.sampled_gram(sampling.draw(samples, leaf.device))
-            return S if blocks is None else blocks.blocks_of(S)
-        if not samples:
-            return torch.zeros_like(leaf, memory_format=torch.contiguous_format)
-        return transfer.gram() if blocks is None else blocks.gram_of(transfer)
-
     @property
     def S(self) -> Tensor | None:
         """S as summed so far, or its diagonal; None where nothing was. Formed here where rows were kept."""
-        self._sum_rows()
+        if self._rows:
+            self._sum_rows()
         return self.leaves[0].grad if self.leaves else None
 
     @property
@@ -379,58 +389,64 @@ class System(Equation):
         """Whether the number of samples is needed."""
         return self._running is not None or self.layer._settings.scaling == "gradient"
 
-    def _fit_leaves(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Make leaves anew where S is another one than before."""
-        trained = [block is not None for block in self.trained_blocks]
+    def _fit_leaves(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Make leaves anew where S is another one than before; returns whether anything is trained."""
+        trained = [block is not None and block.parameter.requires_grad for block in self.blocks]
         made_for = (device, dtype, self._counts(), *trained)
         if made_for == self._made_for:
-            return
+            return True
+        if True not in trained:
+            return False
         if self.holds and any(parameter.grad is not None for parameter in self.parameters):
             raise RuntimeError(
                 f"{self.name}: device, precision, scaling or which parameters are trained changed between backward "
                 "passes of one step, whose S can't be added up. Call zero_grad(), or step, before such a change"
             )
-        self.leaves, self._made_for, self._rows = tuple(self._new_leaves(device, dtype)), made_for, []
+        self.summed_shapes, self.summed_layout, self._rows = self.shapes, self.layout, []
+        self.leaves, self._made_for = tuple(self._new_leaves(device, dtype)), made_for
+        return True
 
     def _new_leaves(self, device: torch.device, dtype: torch.dtype) -> Iterator[Tensor]:
-        layout = self.layout
+        layout = self.summed_layout
         groups, _, features, _ = layout.sizes
         diagonal = DIAGONAL in layout.spaces
         shapes = [(groups, features) if diagonal else (groups, features, features)]
         self._ones = isinstance(layout, Affine) and layout.bias
         for shape in [*shapes, ()] if self._counts() and not self._ones else shapes:
             leaf = torch.zeros((), device=device, dtype=dtype).expand(shape).requires_grad_()
-            leaf.register_hook(weakly(self._notice))
-            leaf.register_post_accumulate_grad_hook(weakly(self._note_sum))
+            leaf.register_hook(weakly(self, System._note_sum))
+            if several_ranks():
+                leaf.register_post_accumulate_grad_hook(weakly(self, System._note_complete))
             yield leaf
 
-    def _notice(self, _: Tensor) -> None:
-        """S is about to be added to."""
-        self.cluster.watch.notice()
+    def _note_sum(self, summand: Tensor | None) -> None:
+        """S is about to be added to, or the pass has come to the leaf with nothing."""
+        if summand is not None:
+            self.cluster.watch.notice(summed=True)
 
-    def _note_sum(self, _: Tensor) -> None:
-        """S was added to."""
-        self.cluster.watch.note_sum()
+    def _note_complete(self, _: Tensor) -> None:
+        """A pass has added to S all that it will."""
         self._when_summed(self)
 
     @property
     def may_keep_rows(self) -> bool:
         """Whether rows may stand for S: of a linear layer in one process, where nothing but its step needs S."""
-        alone = self._running is None and len(self.cluster.systems) == 1
-        spread = several_ranks() or any(mesh_of(p) is not None for p in self.parameters)
-        return alone and not spread and isinstance(self.layout, LinearTransfer)
+        if self._running is not None or self._spread or len(self.cluster.systems) > 1:
+            return False
+        return isinstance(self.layout, LinearTransfer) and not several_ranks()
 
-    def keep(self, transfer: Transfer, dtype: torch.dtype) -> bool:
+    def keep(self, call: Call, inputs: Sequence[Tensor]) -> bool:
         """Keep the rows of a call, if that pays for those of all calls together; else S of all is to be summed."""
-        assert isinstance(transfer, LinearTransfer)
+        if not self.may_keep_rows:
+            return False
         self.cluster.watch.notice()
-        (A,) = transfer.rows()
+        A = call.rows(inputs)
         samples = len(A) + sum(len(rows) for rows in self._rows)
-        if self._sums or not rows_pay(transfer.sizes._replace(samples=samples), self.layer._settings):
+        if self._sums or not rows_pay(self.layout.sizes._replace(samples=samples), self.layer._settings):
             self._sum_rows()
             return False
-        self._rows.append(A.to(dtype, copy=True))
-        self.cluster.watch.note_sum()
+        self._rows.append(A.to(inputs[0].dtype, copy=True))
+        self.cluster.watch.notice(summed=True)
         return True
 
     def take_rows(self) -> LinearTransfer | None:
@@ -451,7 +467,7 @@ class System(Equation):
 
     @torch.no_grad()
     def _sum_rows(self) -> None:
-        """Form S of the rows that were kept, and go on with that."""
+        """Form S of the rows that were kept, if any were, and go on with that."""
         if not self._rows:
             return
         call, self._rows = self._kept_call(), []
@@ -472,10 +488,11 @@ class System(Equation):
         for total in self._sums:
             total.masked_fill_(zeroed.to(total.device), 0.0)
 
-    def take(self) -> tuple[Tensor, Tensor | None]:
-        """S and the number of samples, which are forgotten here."""
-        self._sum_rows()
-        found = self.split(self._sums)
+    def take(self) -> list[Tensor]:
+        """What was summed in each leaf, which is forgotten here; empty where nothing was."""
+        if self._rows:
+            self._sum_rows()
+        found = self._sums
         self.forget()
         return found
 

@@ -219,9 +219,12 @@ class Averages:
 
     def _has_moved(self, cluster: Cluster, held: Average, step: Average) -> bool:
         """Whether S is of another precision or device than before; all ranks that keep an inverse say the same."""
+        if held.S.dtype != step.S.dtype:
+            return True
+        if cluster.mine:
+            return held.S.device != step.S.device
         kept = (operator.kept.device for _, operator in cluster.pairs if not operator.kept.is_meta)
-        devices = {held.S.device, step.S.device} if cluster.mine else {cluster.device, *kept}
-        return held.S.dtype != step.S.dtype or len(devices) > 1
+        return len({cluster.device, *kept}) > 1
 
     def _joined(self, cluster: Cluster) -> Iterator[Term]:
         found = [(system, self.averages[system]) for system in cluster.systems if system in self.averages]

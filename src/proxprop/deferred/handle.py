@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from proxprop.deferred.accumulator import Inputs, System
 from proxprop.deferred.average import Averages, Running
 from proxprop.deferred.equation import Term, components, join
-from proxprop.deferred.observing import Attachment, Cluster, Pair
+from proxprop.deferred.observing import Attachment, Cluster, Pair, Passes
 from proxprop.deferred.owners import settle
 from proxprop.deferred.preconditioner import RowSolve, Solve, absolute_form
 from proxprop.deferred.reduction import Ranks, Reduction
@@ -39,7 +39,7 @@ class BeforeForward:
             return
         if self.handle is not None:
             self.handle.reduction.notice()
-            for tie in self.handle.ties:
+            for tie in tuple(self.handle.resting):
                 tie.check()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -71,6 +71,7 @@ class Attached(Joinable):
         systems: what S is summed for.
         clusters: the systems, those that share parameters together.
         ties: what ties each layer to this handle.
+        resting: those whose layers rest.
         averages: the running averages; None without them.
     """
 
@@ -86,7 +87,8 @@ class Attached(Joinable):
         parts = self._systems(running)
         self.systems = [system for systems in parts.values() for system in systems.values()]
         update_every = running.update_every if running is not None else 1
-        self.clusters = [Cluster(systems, update_every) for systems in components(self.systems)]
+        passes = Passes()
+        self.clusters = [Cluster(systems, passes, update_every) for systems in components(self.systems)]
         self.averages = Averages(running, self.clusters) if running is not None else None
         self.directions = Directions(kept=running is not None)
         # Ranks may turn out to differ here, so that nothing must be tied or hooked before.
@@ -95,6 +97,7 @@ class Attached(Joinable):
             cluster.watch.follow(cluster.parameters)
         # torch looks up a module's forward before it calls the module's own hooks
         self.ties = [Attachment(self, layer, own, awake=layer is model) for layer, own in parts.items()]
+        self.resting = set[Attachment]()
         for tie in self.ties:
             tie.layer._tie(tie)
         self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
@@ -149,7 +152,8 @@ class Attached(Joinable):
             elif cluster.watch.look():
                 cluster.watch.refuse_mixed()
                 resting.append(cluster)
-        self._solve_rows(observed)
+        if self.averages is None:
+            self._solve_rows(observed)
         steps = self.reduction.summed(observed)
         for cluster in steps:
             cluster.watch.refuse_mixed()
@@ -183,14 +187,14 @@ class Attached(Joinable):
             cluster.reach(cluster.steps + 1)
         for cluster in steps:
             cluster.watch.follow(cluster.parameters)
-        self._rest({*steps, *(cluster for cluster in resting if cluster.due)})
+        self._rest([*(c for c in steps if not c.due), *(c for c in resting if c.due)])
 
     def _rest(self, clusters: Iterable[Cluster]) -> None:
         """Let layers rest, or wake up, as their next step is."""
         changed = set(clusters)
-        for tie in self.ties:
+        for tie in self.ties if changed else ():
             if not changed.isdisjoint(tie.clusters):
-                tie.rest()
+                (self.resting.add if tie.rest() else self.resting.discard)(tie)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Solve before the optimizer steps; where it is given a closure, only after each call of it.
@@ -234,7 +238,7 @@ class Attached(Joinable):
         if self.averages is not None:
             self.averages.clear()
         self.directions = Directions(kept=False)
-        self._hooks, self.systems, self.clusters, self.ties = [], [], [], []
+        self._hooks, self.systems, self.clusters, self.ties, self.resting = [], [], [], [], set()
         self._detached = True
 
     def state_dict(self, whole: bool = False) -> dict[str, Tensor]:
@@ -288,9 +292,13 @@ class Attached(Joinable):
         """Whether an owner may have run out of inputs, and have no gradients."""
         return bool(self._join_config.enable)
 
-    def refuse_uneven_inputs(self) -> None:
-        """Raise inside a join context that does not know of this attachment: ranks would wait for each other."""
-        wrapper = self.reduction.ranks.wrapper
+    def notice_ranks(self) -> None:
+        """Look, in a layer's forward, what is around the model.
+
+        Raises:
+            RuntimeError: a join context does not know of this attachment, so that ranks would wait for each other.
+        """
+        wrapper = self.reduction.notice()
         if wrapper is not None and wrapper._join_config.enable and not self._join_config.enable:
             raise RuntimeError(
                 "the model is in a join context for uneven inputs that does not know of proxprop. Instead of "

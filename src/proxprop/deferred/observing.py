@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from proxprop.deferred.collectives import Group
 from proxprop.deferred.equation import Equation
 from proxprop.deferred.owners import Route, Way
 from proxprop.deferred.preconditioner import Operator
-from proxprop.distributed import local, mesh_of, several_ranks, whole
+from proxprop.distributed import check_layer, local, mesh_of, several_ranks, whole
 from proxprop.nn import ProximalLayer
 from proxprop.solvers import DIAGONAL
 from proxprop.torch_internals import after_backward_pass, backward_pass, stored_entries, writes
@@ -30,6 +31,7 @@ class Cluster:
 
     Args:
         systems: the systems.
+        passes: the model's backward passes.
         update_every: S is summed in the first of so many steps.
 
     Attributes:
@@ -44,7 +46,7 @@ class Cluster:
         route: how directions come from there; None where there is one rank.
     """
 
-    def __init__(self, systems: Sequence[System], update_every: int = 1) -> None:
+    def __init__(self, systems: Sequence[System], passes: "Passes", update_every: int = 1) -> None:
         self.systems, self._update_every = systems, update_every
         self.parameters = list({p: None for system in systems for p in system.parameters})
         self.ids = {id(p) for p in self.parameters}  # tensors are slow to hash
@@ -52,7 +54,7 @@ class Cluster:
         self._made_for: list[bool] = []
         self.settle(0)
         self.reach(0)
-        self.watch = Watch(self)
+        self.watch = Watch(self, passes)
         for system in systems:
             system.join(self)
 
@@ -70,7 +72,7 @@ class Cluster:
     def observed(self) -> bool:
         """Whether S is summed in this step: it is due, or other parameters are trained than operators were made for."""
         trained = self._trained()
-        return (self.due or trained != self._made_for) and any(trained)
+        return (self.due or trained != self._made_for) and True in trained
 
     @property
     def resting(self) -> bool:
@@ -78,7 +80,7 @@ class Cluster:
         if self.due:
             return False
         trained = self._trained()
-        return trained == self._made_for and any(trained)
+        return trained == self._made_for and True in trained
 
     @property
     def cost(self) -> float:
@@ -129,6 +131,25 @@ NONE = -1
 """Stands for a gradient that is not there, where others have a number."""
 
 
+class Passes:
+    """The backward passes of a model: what they came to is looked at when they end, in one call for all layers."""
+
+    def __init__(self) -> None:
+        self._task, self._noticed = -1, list[tuple[Watch, list[int], bool]]()
+
+    def note(self, task: int, watch: "Watch", before: list[int], mixed: bool) -> None:
+        """The running pass has come to a cluster whose gradients were written to so often, or hold a direction."""
+        if task != self._task:
+            self._task, self._noticed = task, []
+            after_backward_pass(partial(self._end, self._noticed))
+        self._noticed.append((watch, before, mixed))
+
+    def _end(self, noticed: list[tuple["Watch", list[int], bool]]) -> None:
+        self._task = -1
+        for watch, before, mixed in noticed:
+            watch.note_pass(before, mixed)
+
+
 class Watch:
     """Keeps S in step with the gradient that it belongs to: started anew when the user zeroes it, and never mixed.
 
@@ -141,33 +162,34 @@ class Watch:
 
     Args:
         cluster: the systems.
+        passes: the model's backward passes.
 
     Attributes:
         waiting: whether backward passes, here or on other ranks, have brought something to solve for.
         resting: whether backward passes are looked at without Python.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, passes: Passes) -> None:
         self.cluster, self.systems, self.parameters = cluster, cluster.systems, cluster.parameters
         self.waiting = self.resting = False
+        self._passes = passes
         self._arrived: list[Tensor] = []
         self._spread = any(mesh_of(p) is not None for p in self.parameters)
         self._task = -1
         self._summed = self._warned = self._mixed = False
-        self._versions = [NONE] * len(self.parameters)
+        self._versions = self._nothing = [NONE] * len(self.parameters)
         self._solved: list[tuple[int, int]] = []
-        self._hooks: dict[Tensor, Any] = {}
+        self._hooks: dict[int, Any] = {}
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
         """Notice when a gradient comes to these: in a step that is not observed, and before S in a compiled one."""
         for parameter in parameters:
-            if not parameter.requires_grad or parameter in self._hooks:
-                continue
-            self._hooks[parameter] = (
-                parameter.register_post_accumulate_grad_hook(self._arrived.append)
-                if self.resting
-                else parameter.register_hook(weakly(self.notice))
-            )
+            if parameter.requires_grad and id(parameter) not in self._hooks:
+                self._hooks[id(parameter)] = (
+                    parameter.register_post_accumulate_grad_hook(self._arrived.append)
+                    if self.resting
+                    else parameter.register_hook(weakly(self, Watch._note_gradient))
+                )
 
     def release(self) -> None:
         """Take the hooks off the parameters."""
@@ -204,21 +226,27 @@ class Watch:
         (solved,) = (s for p, s in zip(self.parameters, self._solved, strict=True) if p is parameter)
         return solved == (writes(gradient) - times, self._place(parameter))
 
-    def notice(self, _: Tensor | None = None) -> None:
+    def _note_gradient(self, _: Tensor) -> None:
+        self.notice()
+
+    def notice(self, summed: bool = False) -> None:
         """A gradient, or S, is about to be added to."""
         task = backward_pass()
-        if task == self._task:
-            return
-        self._task, self._summed = task, False
-        if any(system.holds for system in self.systems):
-            self._forget_if_zeroed()
-        before = self._current()
-        mixed = self._holds_direction(before) or (self._mixed and before == self._versions)
-        after_backward_pass(lambda: self._note_pass(before, mixed))
+        if task != self._task:
+            self._task, self._summed = task, summed
+            self._begin_pass(task)
+        elif summed:
+            self._summed = True
 
-    def note_sum(self) -> None:
-        """S was added to."""
-        self._summed = True
+    def _begin_pass(self, task: int) -> None:
+        for system in self.systems:
+            if system.holds:
+                self._forget_if_zeroed()
+                break
+        before, mixed = self._current(), False
+        if before != self._nothing:
+            mixed = self._holds_direction(before) or (self._mixed and before == self._versions)
+        self._passes.note(task, self, before, mixed)
 
     def note_average(self) -> None:
         """A backward pass begins whose gradients are averaged over ranks; this one may not have used the layer."""
@@ -272,11 +300,11 @@ class Watch:
             for system in self.systems:
                 system.clear_where(zeroed)
 
-    def _note_pass(self, before: list[int], mixed: bool) -> None:
+    def note_pass(self, before: list[int], mixed: bool) -> None:
         """A backward pass has ended: remember the gradients that S belongs to, and whether they hold a direction."""
         self._task = -1
-        self._versions = self._current()
-        changed = self._versions != before
+        self._versions = now = self._current()
+        changed = now != before
         counts = self._summed or (changed and self.cluster.resting)
         self._mixed = mixed and counts
         if counts:
@@ -294,7 +322,7 @@ class Watch:
     def _current(self) -> list[int]:
         """How often each gradient that is there was written to."""
         found = [NONE if (g := p.grad) is None else writes(g) for p in self.parameters]
-        if not self._spread:
+        if not self._spread or found == self._nothing:
             return found
         # A DTensor counts what it is asked to do, and the tensor inside what FSDP2 and we do to that.
         inside = (NONE if (g := p.grad) is None else writes(local(g)) for p in self.parameters)
@@ -332,28 +360,34 @@ class Attachment:
         self._spread = any(mesh_of(parameter) is not None for parameter in layer.parameters())
         self._awake = awake or self._spread
 
-    def rest(self) -> None:
-        """Let the layer be torch's own until it is to be observed again, where gradients can be followed without it."""
-        resting = bool(self.clusters) and all(cluster.resting for cluster in self.clusters)
-        self.layer._rest(resting and not self._awake)
-        for cluster in self.clusters:
-            cluster.watch.rest(cluster.resting and not self._spread and not several_ranks())
+    def rest(self) -> bool:
+        """Let the layer be torch's own until it is to be observed again, where gradients can be followed without it.
+
+        Returns:
+            Whether the layer rests.
+        """
+        resting = [cluster.resting for cluster in self.clusters]
+        rests = bool(resting) and all(resting)
+        self.layer._rest(rests and not self._awake)
+        for cluster, own in zip(self.clusters, resting, strict=True):
+            cluster.watch.rest(own and not self._spread and not several_ranks())
+        return rests
 
     def check(self) -> None:
         """Before a forward pass: see whether other parameters are trained, or there, than in the step before."""
-        if all(cluster.due for cluster in self.clusters):
-            return
         self._refuse_other_parameters()
-        if any(cluster.observed for cluster in self.clusters):
-            self.rest()
+        for cluster in self.clusters:
+            if cluster.observed:
+                self.rest()
+                return
 
     def tap(self, output: Tensor, inputs: Sequence[Tensor], part: str, of: Tensor | None = None) -> Tensor:
         """The output of torch's own forward such that backward adds S of the inputs to one of the layer's systems."""
         self._begin_call()
-        system = self.systems[part]
-        if not system.trained:
-            return output
-        return system.tap(output, [whole(t) for t in inputs], inputs[0] if of is None else of)
+        of = inputs[0] if of is None else of
+        if self._spread:
+            inputs = [whole(tensor) for tensor in inputs]
+        return self.systems[part].tap(output, inputs, of)
 
     def explicit(self) -> bool:
         """Whether the layer keeps BackProp's gradient."""
@@ -361,6 +395,8 @@ class Attachment:
 
     def observed(self) -> bool:
         """Whether S of any of the layer's systems is summed in this step; else a call runs torch's own layer."""
+        if not self.clusters:
+            return False
         for cluster in self.clusters:
             if cluster.observed:
                 return True
@@ -377,8 +413,9 @@ class Attachment:
         """Look at what must hold in every call that gradients will come from."""
         if not torch.compiler.is_compiling():
             self._refuse_other_parameters()
-        self.handle.reduction.notice()
-        self.handle.refuse_uneven_inputs()
+            if self._spread:
+                check_layer(self.layer, self.layer._layer_name, attached=True)
+        self.handle.notice_ranks()
 
     def _refuse_other_parameters(self) -> None:
         """Raise where a gradient would not reach the parameters that S is summed for."""

@@ -147,11 +147,17 @@ class Reduction:
         self._in_use = {system for system in systems if layers[system.layer] == 1}
         self._watch(self.ranks.wrapper or _outermost(model))
 
-    def notice(self) -> None:
-        """Look, in a layer's forward, whether DDP was put around the model after `attach`."""
-        if self.ranks.wrapper is None and (wrapper := active_ddp()) is not None:
+    def notice(self) -> Any:
+        """Look, in a layer's forward, whether DDP was put around the model after `attach`.
+
+        Returns:
+            The wrapper; None where there is none.
+        """
+        wrapper = self.ranks.wrapper
+        if wrapper is None and (wrapper := active_ddp()) is not None:
             self.ranks.wrapper = wrapper
             self._watch(wrapper)
+        return wrapper
 
     def shadow(self) -> None:
         """Take part in a round of other ranks with nothing to add; sums under `no_sync` are lost, as in DDP."""
@@ -177,13 +183,11 @@ class Reduction:
         self._arrive()
         found: dict[Cluster, list[Term]] = {}
         for system in systems:
-            if system in self._totals:
-                S, samples = system.split(self._totals.pop(system))
-            elif system.cluster.group is None and system.S is not None:
-                S, samples = system.take()
-            else:
-                continue
-            found.setdefault(system.cluster, []).append(Term(system, S, samples))
+            sums = self._totals.pop(system, None)
+            if sums is None and system.cluster.group is None:
+                sums = system.take()
+            if sums:
+                found.setdefault(system.cluster, []).append(Term(system, *system.split(sums)))
         return found
 
     def _send_now(self, systems: Sequence[System]) -> None:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import count
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -222,25 +222,20 @@ class ProximalLayer(nn.Module):
 
     def _solves(self) -> bool:
         """Whether this call is solved inside backward, or has to report its plan."""
-        trains = self._trains()  # also where deferred mode solves: it refuses what can't be
-        return trains and (self._attached is None or self._planned is not None)
+        return (self._attached is None or self._planned is not None) and self._trains()
 
     def _observed(self) -> bool:
         """Whether deferred mode sums S of this call."""
-        return (
-            self._attached is not None
-            and self._planned is None
-            and self._trains()
-            and self._attached.observed()
-        )
+        if self._attached is None or self._planned is not None:
+            return False
+        if self._is_replica:
+            self._refuse_replicas()
+        return torch.is_grad_enabled() and self._attached.observed()
 
     def _trains(self) -> bool:
-        """Whether this call needs a direction or S: gradients are enabled and something is trained."""
+        """Whether this call needs a direction or its plan: gradients are enabled and something is trained."""
         if self._is_replica:
-            raise RuntimeError(
-                f"{self._layer_name}: nn.DataParallel's replicas have no parameters to give a direction to. Use "
-                "torch.nn.parallel.DistributedDataParallel"
-            )
+            self._refuse_replicas()
         if self._attached is not None and self._attached.explicit():
             return False
         own = self._parameters.values()  # checked first, because walking through submodules takes longer
@@ -248,6 +243,12 @@ class ProximalLayer(nn.Module):
         if trains and several_ranks() and not torch.compiler.is_compiling():
             check_layer(self, self._layer_name, self._attached is not None)
         return trains
+
+    def _refuse_replicas(self) -> NoReturn:
+        raise RuntimeError(
+            f"{self._layer_name}: nn.DataParallel's replicas have no parameters to give a direction to. Use "
+            "torch.nn.parallel.DistributedDataParallel"
+        )
 
     def _tap(
         self, output: Tensor, inputs: Sequence[Tensor], part: str = "", of: Tensor | None = None
@@ -271,7 +272,7 @@ class ProximalLayer(nn.Module):
                 "adding it; convert then leaves the layer explicit"
             )
         _check_dense(self._layer_name, inputs)
-        if output.is_complex() or any(tensor.is_complex() for tensor in inputs):
+        if True in [tensor.is_complex() for tensor in (output, *inputs)]:
             check_real(self, self._layer_name)
             raise TypeError(
                 f"{self._layer_name}: input and output should be real but are complex; {LEAVE_OUT}"
