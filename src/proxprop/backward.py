@@ -220,8 +220,7 @@ def _floats(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def precision(*tensors: Tensor) -> torch.dtype:
     """The precision to solve in: float64 where anything is, else float32."""
-    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
-    return torch.float64 if wide else torch.float32
+    return torch.float64 if torch.float64 in [tensor.dtype for tensor in tensors] else torch.float32
 
 
 def no_autocast(device: str) -> Any:

@@ -110,6 +110,19 @@ class Call:
         leaf = self.leaves[0]
         return self.system.call, self.sampling, self.shapes, leaf.shape, leaf.dtype
 
+    def sums(self, inputs: Sequence[Tensor], shape: Sequence[int], compiles: bool) -> Sequence[Tensor | None]:
+        """What the call adds to its leaves; nothing where its rows are kept."""
+        if compiles:
+            S: Tensor = compiled_summand(inputs, shape, self.system.key)
+        else:
+            self.summed = True
+            if self.system.may_keep_rows and self.system.keep(self, inputs):
+                return (None,) * len(self.leaves)
+            S = self.summand(inputs, shape)
+        if len(self.leaves) == 1:
+            return (S,)
+        return S, S.new_full((), self.transfer(inputs, shape).sizes.samples)
+
     def summand(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """What the call adds to S, or to the diagonal of an S that is diagonal; `shape` is the output's."""
         first = self._first or self
@@ -123,7 +136,7 @@ class Call:
         layout, leaf, sampling = self.layout, self.leaves[0], self.sampling
         if type(layout) is LinearTransfer and sampling is None:
             rows = self.rows(inputs)
-            return layout.square(rows[None]) if len(rows) else leaf.new_zeros(leaf.shape)
+            return layout.square(rows)[None] if rows.shape[0] else leaf.new_zeros(leaf.shape)
         transfer = self.transfer(inputs, shape)
         samples, blocks = transfer.sizes.samples, layout if isinstance(layout, BlockLayout) else None
         if DIAGONAL in transfer.spaces:
@@ -142,16 +155,14 @@ class Call:
 
     def rows(self, inputs: Sequence[Tensor]) -> Tensor:
         """The rows of a linear layer `[samples, features]`, without the column of ones."""
-        (input,) = for_sums(self.system.call, inputs, self.leaves[0].dtype)
+        (input,), dtype = inputs, self.leaves[0].dtype
+        if input.dtype != dtype:
+            (input,) = for_sums(self.system.call, inputs, dtype)
         return input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
 
     def transfer(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Transfer:
         """The call as a linear map."""
         return as_transfer(self.system.call, inputs, torch.Size(shape), self.shapes, self.leaves[0].dtype)
-
-    def samples(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> int:
-        """The number of samples."""
-        return self.transfer(inputs, shape).sizes.samples
 
 
 class Inputs:
@@ -209,34 +220,24 @@ class Tap(torch.autograd.Function):
         """
         call: Call = ctx.call
         saved, differentiable = ctx.saved_tensors, torch.is_grad_enabled()
+        compiles = torch.compiler.is_compiling()
+        sums: Sequence[Tensor | None] = (None,) * len(call.leaves)
         with torch.no_grad() if differentiable else nullcontext(), no_autocast(G.device.type):
-            sums = _sums(ctx, call, saved, G)
-        if differentiable and not torch.compiler.is_compiling() and not call.summed:
+            if compiles or _is_due(ctx.next_functions[-1][0], call, G):
+                sums = call.sums(saved, G.shape, compiles)
+        if differentiable and not compiles and not call.summed:
             G = Tap.apply(G, call, *saved, *call.leaves)
         return G, None, *[None] * call.inputs, *sums
 
 
-def _sums(ctx: Any, call: Call, saved: Sequence[Tensor], G: Tensor) -> Sequence[Tensor | None]:
-    """What a call adds to its leaves. S belongs to the forward pass, so a retained graph adds it once."""
-    leaves, shape = len(call.leaves), G.shape
-    if torch.compiler.is_compiling():
-        S = compiled_summand(saved, shape, call.system.key)
-    elif _is_due(ctx, call, G):
-        call.summed = True
-        if call.system.keep(call, saved):
-            return (None,) * leaves
-        S = call.summand(saved, shape)
-    else:
-        return (None,) * leaves
-    return (S,) if leaves == 1 else (S, S.new_full((), call.samples(saved, shape)))
+def _is_due(leaf: Any, call: Call, G: Tensor) -> bool:
+    """Whether this pass adds a call's rows to its leaves; `torch.autograd.grad` does not.
 
-
-def _is_due(ctx: Any, call: Call, G: Tensor) -> bool:
-    """Whether this pass adds a call's rows to its leaves; `torch.autograd.grad` does not."""
+    S belongs to the forward pass, so a retained graph adds it once.
+    """
     if call.summed:
         call.system.cluster.watch.notice(summed=True)
         return False
-    leaf = ctx.next_functions[-1][0]
     if leaf is not None and is_due(leaf):
         return True
     if device.is_captured(G):
@@ -306,10 +307,11 @@ class System(Equation):
         self._when_summed = when_summed
         self.leaves: tuple[Tensor, ...] = ()
         self._made_for: tuple[object, ...] = ()
-        self._ones = self.common = self._repeated = False
+        self.common = self._repeated = False
         self._spread = any(mesh_of(parameter) is not None for parameter in layer.parameters())
         self._rows: list[Tensor] = []
-        self._calls = 0
+        self._draws = running.rows or 0 if running is not None else 0
+        self._drawn = 0, 0
         self.key = f"{layer._turn} {name}"  # the same if it is attached again: a compiled graph may hold it
         _systems[self.key] = self
         if self.trained:  # ahead of the first call, which may be a compiled one
@@ -319,10 +321,6 @@ class System(Equation):
     def join(self, cluster: "Cluster") -> None:
         """Become one of a cluster."""
         self.cluster = cluster
-
-    def begin_step(self) -> None:
-        """Count calls anew."""
-        self._calls = 0
 
     def tap(self, output: Tensor, inputs: Sequence[Tensor], of: Tensor) -> Tensor:
         """The output such that its backward adds to S; the output itself where nothing is trained.
@@ -340,17 +338,16 @@ class System(Equation):
         if torch.compiler.is_compiling():
             call = Call(self, len(inputs))
         else:
-            call = Call(self, len(inputs), self._sampling())
+            call = Call(self, len(inputs), self._sampling() if self._draws else None)
             if call.inputs == 1:
                 self._inputs.see(of, call)
         result: Tensor = Tap.apply(output, call, *[tensor.detach() for tensor in inputs], *self.leaves)
         return result
 
-    def _sampling(self) -> Sampling | None:
-        if self._running is None or self._running.rows is None:
-            return None
-        self._calls += 1
-        return Sampling(self._running.rows, self.cluster.steps, self._calls)
+    def _sampling(self) -> Sampling:
+        step, calls = self._drawn
+        self._drawn = self.cluster.steps, calls + 1 if step == self.cluster.steps else 1
+        return Sampling(self._draws, *self._drawn)
 
     def _note_tensor_parallel(self) -> None:
         """See whether other ranks have the same inputs, as those of a layer that is spread in its forward do."""
@@ -368,22 +365,12 @@ class System(Equation):
     @property
     def holds(self) -> bool:
         """Whether anything was summed or kept."""
-        return bool(self._rows or self._sums)
+        return bool(self._rows) or (bool(self.leaves) and self.leaves[0].grad is not None)
 
     @property
     def _sums(self) -> list[Tensor]:
         """What was summed in each leaf; empty where nothing was."""
         return [leaf.grad for leaf in self.leaves if leaf.grad is not None]
-
-    def split(self, sums: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """S and the number of samples from what was summed in the leaves; None where nobody counts.
-
-        Under a bias S ends with the square of a column of ones, which is that number.
-        """
-        S, *count = sums
-        if self._ones and self._counts():
-            return S, S[0, -1, -1]
-        return S, count[0] if count else None
 
     def _counts(self) -> bool:
         """Whether the number of samples is needed."""
@@ -411,8 +398,8 @@ class System(Equation):
         groups, _, features, _ = layout.sizes
         diagonal = DIAGONAL in layout.spaces
         shapes = [(groups, features) if diagonal else (groups, features, features)]
-        self._ones = isinstance(layout, Affine) and layout.bias
-        for shape in [*shapes, ()] if self._counts() and not self._ones else shapes:
+        self.ones = isinstance(layout, Affine) and layout.bias
+        for shape in [*shapes, ()] if self._counts() and not self.ones else shapes:
             leaf = torch.zeros((), device=device, dtype=dtype).expand(shape).requires_grad_()
             leaf.register_hook(weakly(self, System._note_sum))
             if several_ranks():
@@ -437,8 +424,6 @@ class System(Equation):
 
     def keep(self, call: Call, inputs: Sequence[Tensor]) -> bool:
         """Keep the rows of a call, if that pays for those of all calls together; else S of all is to be summed."""
-        if not self.may_keep_rows:
-            return False
         self.cluster.watch.notice()
         A = call.rows(inputs)
         samples = len(A) + sum(len(rows) for rows in self._rows)

@@ -339,7 +339,8 @@ class _Shadow(JoinHook):
 def _solves(terms: Sequence[Term]) -> list[Pair]:
     """What turns the gradients of a cluster into directions in a step without running averages."""
     found: list[Pair] = []
-    for equation, S, samples in join(terms):
-        settings = equation.layer._settings
-        found.append((equation, Solve(absolute_form(S, samples, settings), settings.solver, once=True)))
+    for term in join(terms):
+        settings = term.equation.layer._settings
+        form = absolute_form(term.S, term.samples, settings)
+        found.append((term.equation, Solve(form, settings.solver, once=True)))
     return found

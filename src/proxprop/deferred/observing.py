@@ -17,7 +17,7 @@ from proxprop.deferred.preconditioner import Operator
 from proxprop.distributed import check_layer, local, mesh_of, several_ranks, whole
 from proxprop.nn import ProximalLayer
 from proxprop.solvers import DIAGONAL
-from proxprop.torch_internals import after_backward_pass, backward_pass, stored_entries, writes
+from proxprop.torch_internals import active_ddp, after_backward_pass, backward_pass, stored_entries, writes
 
 if TYPE_CHECKING:
     from proxprop.deferred.handle import Attached
@@ -71,7 +71,7 @@ class Cluster:
     @property
     def observed(self) -> bool:
         """Whether S is summed in this step: it is due, or other parameters are trained than operators were made for."""
-        trained = self._trained()
+        trained = [p.requires_grad for p in self.parameters]
         return (self.due or trained != self._made_for) and True in trained
 
     @property
@@ -79,7 +79,7 @@ class Cluster:
         """Whether parameters are trained in this step without S."""
         if self.due:
             return False
-        trained = self._trained()
+        trained = [p.requires_grad for p in self.parameters]
         return trained == self._made_for and True in trained
 
     @property
@@ -108,10 +108,7 @@ class Cluster:
 
     def keep(self, pairs: list[Pair]) -> None:
         """Take on operators for the parameters that are trained now."""
-        self.pairs, self._made_for = pairs, self._trained()
-
-    def _trained(self) -> list[bool]:
-        return [p.requires_grad for p in self.parameters]
+        self.pairs, self._made_for = pairs, [p.requires_grad for p in self.parameters]
 
     def reach(self, steps: int) -> None:
         """Go on from so many steps."""
@@ -127,24 +124,26 @@ def by_group(clusters: Iterable[Cluster]) -> list[tuple[Group, list[Cluster]]]:
     return list(found.items())
 
 
-NONE = -1
-"""Stands for a gradient that is not there, where others have a number."""
+State = tuple[int, int]
+"""Which tensor a gradient is and how often it was written to; NONE where there is no gradient."""
+
+NONE = 0, -1
 
 
 class Passes:
     """The backward passes of a model: what they came to is looked at when they end, in one call for all layers."""
 
     def __init__(self) -> None:
-        self._task, self._noticed = -1, list[tuple[Watch, list[int], bool]]()
+        self._task, self._noticed = -1, list[tuple[Watch, list[State], bool]]()
 
-    def note(self, task: int, watch: "Watch", before: list[int], mixed: bool) -> None:
-        """The running pass has come to a cluster whose gradients were written to so often, or hold a direction."""
+    def note(self, task: int, watch: "Watch", before: list[State], mixed: bool) -> None:
+        """The running pass has come to a cluster: its gradients before, and whether they hold a direction."""
         if task != self._task:
             self._task, self._noticed = task, []
             after_backward_pass(partial(self._end, self._noticed))
         self._noticed.append((watch, before, mixed))
 
-    def _end(self, noticed: list[tuple["Watch", list[int], bool]]) -> None:
+    def _end(self, noticed: list[tuple["Watch", list[State], bool]]) -> None:
         self._task = -1
         for watch, before, mixed in noticed:
             watch.note_pass(before, mixed)
@@ -177,8 +176,8 @@ class Watch:
         self._spread = any(mesh_of(p) is not None for p in self.parameters)
         self._task = -1
         self._summed = self._warned = self._mixed = False
-        self._versions = self._nothing = [NONE] * len(self.parameters)
-        self._solved: list[tuple[int, int]] = []
+        self._seen = self._nothing = [NONE] * len(self.parameters)
+        self._solved = list[State]()
         self._hooks: dict[int, Any] = {}
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
@@ -188,7 +187,7 @@ class Watch:
                 self._hooks[id(parameter)] = (
                     parameter.register_post_accumulate_grad_hook(self._arrived.append)
                     if self.resting
-                    else parameter.register_hook(weakly(self, Watch._note_gradient))
+                    else parameter.register_hook(weakly(self, Watch.notice))
                 )
 
     def release(self) -> None:
@@ -219,17 +218,13 @@ class Watch:
 
     def _was_added_to(self, parameter: Tensor) -> bool:
         """Whether all that was done to a gradient since the last solve is that backward passes added to it."""
-        gradient = parameter.grad
-        if not self._solved or gradient is None:
-            return False
-        times = sum(other is parameter for other in self._arrived)
-        (solved,) = (s for p, s in zip(self.parameters, self._solved, strict=True) if p is parameter)
-        return solved == (writes(gradient) - times, self._place(parameter))
+        for p, solved, (which, now) in zip(self.parameters, self._solved, self._current(), strict=False):
+            if p is parameter:
+                times = sum(other is p for other in self._arrived)
+                return solved == (which, now - times)
+        return False
 
-    def _note_gradient(self, _: Tensor) -> None:
-        self.notice()
-
-    def notice(self, summed: bool = False) -> None:
+    def notice(self, _: Tensor | None = None, summed: bool = False) -> None:
         """A gradient, or S, is about to be added to."""
         task = backward_pass()
         if task != self._task:
@@ -245,7 +240,7 @@ class Watch:
                 break
         before, mixed = self._current(), False
         if before != self._nothing:
-            mixed = self._holds_direction(before) or (self._mixed and before == self._versions)
+            mixed = self._holds_direction(before) or (self._mixed and before == self._seen)
         self._passes.note(task, self, before, mixed)
 
     def note_average(self) -> None:
@@ -265,26 +260,20 @@ class Watch:
 
     def note_solved(self) -> None:
         """The gradients hold the direction now."""
-        self._solved = list(zip(self._current(), map(self._place, self.parameters), strict=True))
-        self.waiting = False
-        for system in self.systems:
-            system.begin_step()
+        self._solved, self.waiting = self._current(), False
 
     def holds_direction(self) -> bool:
         """Whether a gradient is surely still the direction of the last solve."""
-        return bool(self._solved) and self._holds_direction(self._current())
+        return self._holds_direction(self._current())
 
-    def _holds_direction(self, now: list[int]) -> bool:
-        for parameter, version, solved in zip(self.parameters, now, self._solved, strict=False):
-            if version != NONE and solved == (version, self._place(parameter)):
-                return True
-        return False
+    def _holds_direction(self, now: list[State]) -> bool:
+        return any(own == solved != NONE for own, solved in zip(now, self._solved, strict=False))
 
     def _forget_if_zeroed(self) -> None:
         """Drop S if a gradient that belongs to it was set to None or to zero; the latter is decided on the device."""
-        seen = max(self._versions) != NONE
-        last = zip(self.parameters, self._versions, strict=True)
-        gradients = [(p.grad, version) for p, version in last if version != NONE or not seen]
+        seen, now = self._seen != self._nothing, self._current()
+        last = zip(self.parameters, self._seen, now, strict=True)
+        gradients = [(p.grad, then != own) for p, then, own in last if then != NONE or not seen]
         # FSDP2 keeps gradients to itself until it averages them: there, None says nothing before the first was seen.
         none = not seen and not self._spread and all(g is None for g, _ in gradients)
         empty = any(g is not None and g.is_sparse and stored_entries(g) == 0 for g, _ in gradients)
@@ -293,18 +282,18 @@ class Watch:
                 system.forget()
         if none or self._spread:
             return
-        for gradient, version in gradients:
-            if gradient is None or gradient.is_sparse or writes(gradient) == version:
+        for gradient, changed in gradients:
+            if gradient is None or gradient.is_sparse or not changed:
                 continue
             zeroed = ~gradient.any()
             for system in self.systems:
                 system.clear_where(zeroed)
 
-    def note_pass(self, before: list[int], mixed: bool) -> None:
+    def note_pass(self, before: list[State], mixed: bool) -> None:
         """A backward pass has ended: remember the gradients that S belongs to, and whether they hold a direction."""
         self._task = -1
-        self._versions = now = self._current()
-        changed = now != before
+        self._seen = self._current()
+        changed = self._seen != before
         counts = self._summed or (changed and self.cluster.resting)
         self._mixed = mixed and counts
         if counts:
@@ -319,21 +308,16 @@ class Watch:
                 stacklevel=2,
             )
 
-    def _current(self) -> list[int]:
-        """How often each gradient that is there was written to."""
-        found = [NONE if (g := p.grad) is None else writes(g) for p in self.parameters]
-        if not self._spread or found == self._nothing:
-            return found
-        # A DTensor counts what it is asked to do, and the tensor inside what FSDP2 and we do to that.
-        inside = (NONE if (g := p.grad) is None else writes(local(g)) for p in self.parameters)
-        return [own if own == NONE else own + more for own, more in zip(found, inside, strict=True)]
+    def _current(self) -> list[State]:
+        """The gradients as they are now."""
+        if self._spread:
+            return [NONE if (g := p.grad) is None else self._state_of_both(g) for p in self.parameters]
+        return [NONE if (g := p.grad) is None else (id(g), writes(g)) for p in self.parameters]
 
-    def _place(self, parameter: Tensor) -> int:
-        """Where a gradient lies. DDP may put it elsewhere, where writes are counted anew."""
-        gradient = parameter.grad
-        if gradient is None or gradient.is_sparse:
-            return 0
-        return (local(gradient) if self._spread else gradient).data_ptr()
+    def _state_of_both(self, gradient: Tensor) -> State:
+        """A DTensor counts what it is asked to do, and the tensor inside what FSDP2 and we do to that."""
+        inside = local(gradient)
+        return inside.data_ptr(), writes(gradient) + writes(inside)
 
 
 class Attachment:
@@ -415,7 +399,8 @@ class Attachment:
             self._refuse_other_parameters()
             if self._spread:
                 check_layer(self.layer, self.layer._layer_name, attached=True)
-        self.handle.notice_ranks()
+        if self.handle.reduction.ranks.wrapped or active_ddp() is not None:
+            self.handle.notice_ranks()
 
     def _refuse_other_parameters(self) -> None:
         """Raise where a gradient would not reach the parameters that S is summed for."""

@@ -39,6 +39,7 @@ class Ranks:
 
     Attributes:
         wrapper: the DistributedDataParallel around the model; None where there is none or it was not met yet.
+        wrapped: whether there is one.
         traffic: what was sent.
     """
 
@@ -58,7 +59,7 @@ class Ranks:
 
     @wrapper.setter
     def wrapper(self, wrapper: Any) -> None:
-        self._wrapper = ref(wrapper) if wrapper is not None else None
+        self._wrapper, self.wrapped = ref(wrapper) if wrapper is not None else None, wrapper is not None
         names = wrapper.parameters_to_ignore if wrapper is not None else ()
         self._ignored = {id(p) for n, p in wrapper.module.named_parameters() if n in names} if names else ()
 
@@ -187,7 +188,7 @@ class Reduction:
             if sums is None and system.cluster.group is None:
                 sums = system.take()
             if sums:
-                found.setdefault(system.cluster, []).append(Term(system, *system.split(sums)))
+                found.setdefault(system.cluster, []).append(Term(system, *sums))
         return found
 
     def _send_now(self, systems: Sequence[System]) -> None:

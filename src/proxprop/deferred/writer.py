@@ -100,7 +100,7 @@ class Directions:
             for pair in pairs:
                 direct(*pair)
             return
-        key = tuple(id(operator) for _, operator in pairs)  # not reused, as a plan holds its operators
+        key = tuple([id(operator) for _, operator in pairs])  # not reused, as a plan holds its operators
         plan = self._plans.get(key)
         if plan is None:
             names = {equation.name for equation, _ in pairs}

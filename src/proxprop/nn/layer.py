@@ -19,7 +19,7 @@ from proxprop.settings import Scaling, Settings, Space
 from proxprop.side_streams import pays, side_streams
 from proxprop.solvers import CG, SPACES, Plan, Solver
 from proxprop.solvers.plan import possible_spaces
-from proxprop.torch_internals import has_hooks
+from proxprop.torch_internals import has_hooks, in_transform
 from proxprop.transfer import LayerCall
 
 Planned = Callable[[nn.Module, Plan], None]
@@ -262,21 +262,18 @@ class ProximalLayer(nn.Module):
 
     def _check(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
         """Raise unless the output is linear in what is trained and all tensors are real, dense and untransformed."""
-        refuse_transforms(self._layer_name)
         if not torch.compiler.is_compiling() and (
-            "parametrizations" in self._modules or not COMPUTED.isdisjoint(vars(self))
+            in_transform() or "parametrizations" in self._modules or not COMPUTED.isdisjoint(vars(self))
         ):
+            refuse_transforms(self._layer_name)
             raise RuntimeError(
                 f"{self._layer_name}: its weight is computed by a hook or a parametrization that was added after "
                 "convert, so its output is not linear in what is trained. Call proxprop.revert(model) before "
                 "adding it; convert then leaves the layer explicit"
             )
-        _check_dense(self._layer_name, inputs)
-        if True in [tensor.is_complex() for tensor in (output, *inputs)]:
-            check_real(self, self._layer_name)
-            raise TypeError(
-                f"{self._layer_name}: input and output should be real but are complex; {LEAVE_OUT}"
-            )
+        for tensor in (*inputs, output):
+            if tensor.layout != torch.strided or tensor.is_complex():
+                _refuse_tensor(self, self._layer_name, tensor)
 
     def _product(
         self,
@@ -403,13 +400,14 @@ def check_real(layer: nn.Module, name: str) -> None:
 LEAVE_OUT = "leave the layer out with exclude=[...]"
 
 
-def _check_dense(name: str, inputs: Sequence[Tensor]) -> None:
-    for tensor in inputs:
-        if tensor.layout != torch.strided:
-            raise TypeError(
-                f"{name}: input should be dense but is {tensor.layout}; hand it over as input.to_dense(), or as a "
-                f"padded tensor, or {LEAVE_OUT}"
-            )
+def _refuse_tensor(layer: nn.Module, name: str, tensor: Tensor) -> NoReturn:
+    if tensor.layout != torch.strided:
+        raise TypeError(
+            f"{name}: input should be dense but is {tensor.layout}; hand it over as input.to_dense(), or as a "
+            f"padded tensor, or {LEAVE_OUT}"
+        )
+    check_real(layer, name)
+    raise TypeError(f"{name}: input and output should be real but are complex; {LEAVE_OUT}")
 
 
 def under_autocast(input: Any) -> Any:
