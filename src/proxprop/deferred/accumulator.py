@@ -116,7 +116,7 @@ class Call:
             S: Tensor = compiled_summand(inputs, shape, self.system.key)
         else:
             self.summed = True
-            if self.system.may_keep_rows and self.system.keep(self, inputs):
+            if self.system.keeps_rows and self.system.keep(self, inputs):
                 return (None,) * len(self.leaves)
             S = self.summand(inputs, shape)
         if len(self.leaves) == 1:
@@ -284,6 +284,7 @@ class System(Equation):
 
     Attributes:
         usual: whether calls are expected to set this system up.
+        keeps_rows: whether rows may stand for S, for all that is known without a call.
         leaves: the leaves of the last call. They have shape, precision and device of what is summed.
         summed_shapes, summed_layout: of what was trained when the leaves were made.
         common: whether all ranks that share the layer have the same inputs, and so the same S.
@@ -310,6 +311,7 @@ class System(Equation):
         self.common = self._repeated = False
         self._spread = any(mesh_of(parameter) is not None for parameter in layer.parameters())
         self._rows: list[Tensor] = []
+        self.keeps_rows = running is None and not self._spread
         self._draws = running.rows or 0 if running is not None else 0
         self._drawn = 0, 0
         self.key = f"{layer._turn} {name}"  # the same if it is attached again: a compiled graph may hold it
@@ -418,12 +420,13 @@ class System(Equation):
     @property
     def may_keep_rows(self) -> bool:
         """Whether rows may stand for S: of a linear layer in one process, where nothing but its step needs S."""
-        if self._running is not None or self._spread or len(self.cluster.systems) > 1:
-            return False
-        return isinstance(self.layout, LinearTransfer) and not several_ranks()
+        alone = self.keeps_rows and len(self.cluster.systems) == 1 and not several_ranks()
+        return alone and isinstance(self.layout, LinearTransfer)
 
     def keep(self, call: Call, inputs: Sequence[Tensor]) -> bool:
         """Keep the rows of a call, if that pays for those of all calls together; else S of all is to be summed."""
+        if not self.may_keep_rows:
+            return False
         self.cluster.watch.notice()
         A = call.rows(inputs)
         samples = len(A) + sum(len(rows) for rows in self._rows)
@@ -477,8 +480,11 @@ class System(Equation):
         """What was summed in each leaf, which is forgotten here; empty where nothing was."""
         if self._rows:
             self._sum_rows()
-        found = self._sums
-        self.forget()
+        found = []
+        for leaf in self.leaves:
+            if leaf.grad is not None:
+                found.append(leaf.grad)
+                leaf.grad = None
         return found
 
     def take_share(self) -> list[Tensor]:

@@ -118,10 +118,11 @@ def update(pairs: Sequence[tuple[Term, Term]], decay: float) -> None:
     kept = pairs[0][1].S.new_full(broken.shape, decay).masked_fill_(broken, 1.0).unbind()
     held, new, scales = list[Tensor](), list[Tensor](), list[Tensor]()
     for (average, step), scale in zip(pairs, kept, strict=True):
-        sums = average.sums
-        held += sums
-        new += step.sums
-        scales += [scale] * len(sums)
+        for averaged, summed in zip(average[1:], step[1:], strict=True):
+            if averaged is not None and summed is not None:
+                held.append(averaged)
+                new.append(summed)
+                scales.append(scale)
     multiply_all(held, scales)
     add_all(held, new)
 
@@ -130,8 +131,9 @@ def clean(steps: Sequence[Term]) -> Tensor:
     """Set what was summed to zero where S is not finite; returns where that was."""
     broken = ~torch.stack(norms([step.S for step in steps], math.inf)).isfinite()
     for step, left_out in zip(steps, broken.unbind(), strict=True):
-        for tensor in step.sums:
-            tensor.masked_fill_(left_out, 0.0)
+        for tensor in step[1:]:
+            if tensor is not None:
+                tensor.masked_fill_(left_out, 0.0)
     return broken
 
 
@@ -204,7 +206,9 @@ class Averages:
                 if not S.is_meta:
                     clean([step])
                 continue
-            if self._has_moved(cluster, held, step):
+            if held.S.dtype != S.dtype or (
+                held.S.device != S.device if cluster.mine else self._has_moved(cluster)
+            ):
                 started.add(cluster)
                 held = self.averages[step.equation] = held.to(S)
             if not S.is_meta:
@@ -213,12 +217,8 @@ class Averages:
             update(pairs, self.running.decay**self.running.update_every)
         return started
 
-    def _has_moved(self, cluster: Cluster, held: Term, step: Term) -> bool:
-        """Whether S is of another precision or device than before; all ranks that keep an inverse say the same."""
-        if held.S.dtype != step.S.dtype:
-            return True
-        if cluster.mine:
-            return held.S.device != step.S.device
+    def _has_moved(self, cluster: Cluster) -> bool:
+        """Whether this rank's copy of an inverse is elsewhere than the layer, as the owner's S is then too."""
         kept = (operator.kept.device for _, operator in cluster.pairs if not operator.kept.is_meta)
         return len({cluster.device, *kept}) > 1
 

@@ -161,14 +161,9 @@ class Term(NamedTuple):
         """The number of samples; under a bias, the square of S's column of ones."""
         return self.S[0, -1, -1] if self.equation.ones else self.counted
 
-    @property
-    def sums(self) -> list[Tensor]:
-        """S, and the number of samples where S does not hold it."""
-        return [self.S] if self.counted is None else [self.S, self.counted]
-
     def to(self, *like: Any) -> "Term":
         """The same elsewhere, or in another precision."""
-        return Term(self.equation, *(tensor.to(*like) for tensor in self.sums))
+        return Term(self.equation, *(tensor.to(*like) for tensor in self[1:] if tensor is not None))
 
 
 def total(terms: Sequence[Term]) -> Tensor | None:

@@ -147,7 +147,7 @@ class Attached(Joinable):
         clusters = [c for c in self.clusters if chosen is None or not chosen.isdisjoint(c.ids)]
         observed, resting = list[Cluster](), list[Cluster]()
         for cluster in clusters:
-            if not cluster.resting:
+            if cluster.due or not cluster.resting:
                 observed.append(cluster)
             elif cluster.watch.look():
                 cluster.watch.refuse_mixed()
@@ -185,8 +185,6 @@ class Attached(Joinable):
         self.directions.turn({c: c.pairs for c in (*steps, *resting)}, done, self._lends)
         for cluster in (*steps, *resting):
             cluster.reach(cluster.steps + 1)
-        for cluster in steps:
-            cluster.watch.follow(cluster.parameters)
         self._rest([*(c for c in steps if not c.due), *(c for c in resting if c.due)])
 
     def _rest(self, clusters: Iterable[Cluster]) -> None:

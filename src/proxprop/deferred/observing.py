@@ -1,15 +1,16 @@
 """When S is summed: the steps that layers take, their gradients, and the layers as they rest or are observed."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from proxprop import tuning
-from proxprop.deferred.accumulator import System, weakly
+from proxprop.deferred.accumulator import System
 from proxprop.deferred.collectives import Group
 from proxprop.deferred.equation import Equation
 from proxprop.deferred.owners import Route, Way
@@ -109,6 +110,7 @@ class Cluster:
     def keep(self, pairs: list[Pair]) -> None:
         """Take on operators for the parameters that are trained now."""
         self.pairs, self._made_for = pairs, [p.requires_grad for p in self.parameters]
+        self.watch.follow(self.parameters)
 
     def reach(self, steps: int) -> None:
         """Go on from so many steps."""
@@ -187,8 +189,19 @@ class Watch:
                 self._hooks[id(parameter)] = (
                     parameter.register_post_accumulate_grad_hook(self._arrived.append)
                     if self.resting
-                    else parameter.register_hook(weakly(self, Watch.notice))
+                    else parameter.register_hook(self._hook())
                 )
+
+    def _hook(self) -> Callable[[Tensor], None]:
+        """A hook that notices a gradient, and does not keep this object alive."""
+        find = ref(self)
+
+        def hook(_: Tensor) -> None:
+            watch = find()
+            if watch is not None and watch._task != backward_pass():
+                watch.notice()
+
+        return hook
 
     def release(self) -> None:
         """Take the hooks off the parameters."""
@@ -224,7 +237,7 @@ class Watch:
                 return solved == (which, now - times)
         return False
 
-    def notice(self, _: Tensor | None = None, summed: bool = False) -> None:
+    def notice(self, summed: bool = False) -> None:
         """A gradient, or S, is about to be added to."""
         task = backward_pass()
         if task != self._task:

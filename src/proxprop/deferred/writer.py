@@ -279,7 +279,7 @@ class Stack:
         """The blocks' gradients; None where one is missing, sparse or elsewhere."""
         found = []
         for block in blocks:
-            gradient = block.gradient
+            gradient = block.parameter.grad if block.whole else block.gradient
             if gradient is None or gradient.is_sparse or gradient.device != self.P.device:
                 return None
             found.append(gradient)
