@@ -143,13 +143,15 @@ class Affine(Transfer):
     def square(self, A: Tensor) -> Tensor:
         """`AᵀA` for some of the rows, the ones column included.
 
-        A copy of A with as many columns of ones as alignment needs takes fewer calls than bordering the product.
+        A copy of A with a column of ones takes fewer calls than bordering the product. On a GPU there are as many
+        columns of ones as alignment needs.
         """
         if not self.bias:
             return transposed_square(A)
         inputs = A.shape[-1]
-        ones = round_up(inputs + 1, tuning.ALIGNED) - inputs
-        return transposed_square(torch.constant_pad_nd(A, (0, ones), 1.0))[..., : inputs + 1, : inputs + 1]
+        ones = 1 if A.device.type == "cpu" else round_up(inputs + 1, tuning.ALIGNED) - inputs
+        S = transposed_square(torch.constant_pad_nd(A, (0, ones), 1.0))
+        return S if ones == 1 else S[..., : inputs + 1, : inputs + 1]
 
     def _border(self, S: Tensor, sums: Tensor) -> Tensor:
         """S of the input rows, bordered by the row and the column that the ones add."""
