@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -121,7 +122,8 @@ class Call:
             S = self.summand(inputs, shape)
         if len(self.leaves) == 1:
             return (S,)
-        return S, S.new_full((), self.transfer(inputs, shape).sizes.samples)
+        linear = type(self.layout) is LinearTransfer
+        return S, S.new_full((), prod(shape[:-1]) if linear else self.transfer(inputs, shape).sizes.samples)
 
     def summand(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """What the call adds to S, or to the diagonal of an S that is diagonal; `shape` is the output's."""
@@ -360,8 +362,7 @@ class System(Equation):
     @property
     def S(self) -> Tensor | None:
         """S as summed so far, or its diagonal; None where nothing was. Formed here where rows were kept."""
-        if self._rows:
-            self._sum_rows()
+        self._sum_rows()
         return self.leaves[0].grad if self.leaves else None
 
     @property
@@ -453,16 +454,15 @@ class System(Equation):
         precise = [rows.to(self.leaves[0].dtype) for rows in self._rows]
         return layout.with_rows(precise[0] if len(precise) == 1 else torch.cat(precise))
 
-    @torch.no_grad()
     def _sum_rows(self) -> None:
         """Form S of the rows that were kept, if any were, and go on with that."""
         if not self._rows:
             return
         call, self._rows = self._kept_call(), []
-        with no_autocast(call.input.device.type):
+        with torch.no_grad(), no_autocast(call.input.device.type):
             S = call.gram().contiguous()  # as autograd lays out what it adds to
-        for leaf, more in zip(self.leaves, (S, S.new_full((), call.sizes.samples)), strict=False):
-            leaf.grad = more if leaf.grad is None else leaf.grad + more
+            for leaf, more in zip(self.leaves, (S, S.new_full((), call.sizes.samples)), strict=False):
+                leaf.grad = more if leaf.grad is None else leaf.grad + more
 
     def forget(self) -> None:
         """Drop what was summed."""
@@ -478,8 +478,7 @@ class System(Equation):
 
     def take(self) -> list[Tensor]:
         """What was summed in each leaf, which is forgotten here; empty where nothing was."""
-        if self._rows:
-            self._sum_rows()
+        self._sum_rows()
         found = []
         for leaf in self.leaves:
             if leaf.grad is not None:
