@@ -37,6 +37,11 @@ writes: Callable[[Tensor], int] = attrgetter("_version")
 """How often a tensor was written to. Without it, a zeroed gradient is not recognised."""
 
 
+def apply_untransformed(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Apply a function outside of torch.func's transforms. Without it, half of a call is a search for them."""
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
 def after_backward_pass(callback: Callable[[], None]) -> None:
     """Call back at the end of the running backward pass. Without it, a gradient's last change is missed."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -24,7 +24,7 @@ from proxprop.deferred.preconditioner import rows_pay
 from proxprop.distributed import mesh_of, several_ranks
 from proxprop.nn.layer import Part, ProximalLayer
 from proxprop.solvers import DIAGONAL
-from proxprop.torch_internals import is_due, writes
+from proxprop.torch_internals import apply_untransformed, is_due, writes
 from proxprop.transfer import Affine, LinearTransfer, Transfer
 from proxprop.transfer.layouts import BlockLayout
 
@@ -339,13 +339,14 @@ class System(Equation):
             return output
         if self._spread:
             self._note_tensor_parallel()
+        seen = [tensor.detach() for tensor in inputs]
         if torch.compiler.is_compiling():
-            call = Call(self, len(inputs))
-        else:
-            call = Call(self, len(inputs), self._sampling() if self._draws else None)
-            if call.inputs == 1:
-                self._inputs.see(of, call)
-        result: Tensor = Tap.apply(output, call, *[tensor.detach() for tensor in inputs], *self.leaves)
+            result: Tensor = Tap.apply(output, Call(self, len(seen)), *seen, *self.leaves)
+            return result
+        call = Call(self, len(seen), self._sampling() if self._draws else None)
+        if call.inputs == 1:
+            self._inputs.see(of, call)
+        result = apply_untransformed(Tap, output, call, *seen, *self.leaves)
         return result
 
     def _sampling(self) -> Sampling:
