@@ -127,9 +127,10 @@ def by_group(clusters: Iterable[Cluster]) -> list[tuple[Group, list[Cluster]]]:
 
 
 State = tuple[int, int]
-"""Which tensor a gradient is and how often it was written to; NONE where there is no gradient."""
+"""Which tensor a gradient is, and how often it was written to."""
 
-NONE = 0, -1
+NONE: State = 0, -1
+"""The state of a gradient that is not there."""
 
 
 class Passes:
@@ -180,17 +181,18 @@ class Watch:
         self._summed = self._warned = self._mixed = False
         self._seen = self._nothing = [NONE] * len(self.parameters)
         self._solved = list[State]()
-        self._hooks: dict[int, Any] = {}
+        self._hooks: dict[int, tuple[Any, Tensor]] = {}
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
         """Notice when a gradient comes to these: in a step that is not observed, and before S in a compiled one."""
         for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in self._hooks:
-                self._hooks[id(parameter)] = (
+                hook = (
                     parameter.register_post_accumulate_grad_hook(self._arrived.append)
                     if self.resting
                     else parameter.register_hook(self._hook())
                 )
+                self._hooks[id(parameter)] = hook, parameter  # which is held, so that no other has its number
 
     def _hook(self) -> Callable[[Tensor], None]:
         """A hook that notices a gradient, and does not keep this object alive."""
@@ -205,7 +207,7 @@ class Watch:
 
     def release(self) -> None:
         """Take the hooks off the parameters."""
-        for hook in self._hooks.values():
+        for hook, _ in self._hooks.values():
             hook.remove()
         self._hooks = {}
 
