@@ -24,7 +24,7 @@ from proxprop.deferred.preconditioner import rows_pay
 from proxprop.distributed import mesh_of, several_ranks
 from proxprop.nn.layer import Part, ProximalLayer
 from proxprop.solvers import DIAGONAL
-from proxprop.torch_internals import apply_untransformed, is_due, writes
+from proxprop.torch_internals import apply_untransformed, backward_pass, is_due, writes
 from proxprop.transfer import Affine, LinearTransfer, Transfer
 from proxprop.transfer.layouts import BlockLayout
 
@@ -313,6 +313,7 @@ class System(Equation):
         self.common = self._repeated = False
         self._spread = any(mesh_of(parameter) is not None for parameter in layer.parameters())
         self._rows: list[Tensor] = []
+        self._arriving: list[tuple[int, Tensor]] = []  # rows by their pass, which has yet to come to the leaf
         self.keeps_rows = running is None and not self._spread
         self._draws = running.rows or 0 if running is not None else 0
         self._drawn = 0, 0
@@ -411,9 +412,13 @@ class System(Equation):
             yield leaf
 
     def _note_sum(self, summand: Tensor | None) -> None:
-        """S is about to be added to, or the pass has come to the leaf with nothing."""
-        if summand is not None:
+        """The pass has come to a leaf: S is about to be added to, or rows have come instead."""
+        arrived = [rows for own, rows in self._arriving if own == backward_pass()]
+        if summand is not None or arrived:
             self.cluster.watch.notice(summed=True)
+        if arrived:
+            self._rows += arrived
+            self._arriving = [kept for kept in self._arriving if kept[0] != backward_pass()]
 
     def _note_complete(self, _: Tensor) -> None:
         """A pass has added to S all that it will."""
@@ -431,16 +436,16 @@ class System(Equation):
             return False
         self.cluster.watch.notice()
         A = call.rows(inputs)
-        samples = len(A) + sum(len(rows) for rows in self._rows)
+        samples = sum(len(rows) for rows in (A, *self._rows, *(rows for _, rows in self._arriving)))
         if self._sums or not rows_pay(self.layout.sizes._replace(samples=samples), self.layer._settings):
             self._sum_rows()
             return False
-        self._rows.append(A.to(inputs[0].dtype, copy=True))
-        self.cluster.watch.notice(summed=True)
+        self._arriving.append((backward_pass(), A.to(inputs[0].dtype, copy=True)))
         return True
 
     def take_rows(self) -> LinearTransfer | None:
         """The calls whose rows were kept, as one, and forgotten here; None where S was summed or is cheaper now."""
+        self._arriving = []  # of passes that failed
         if not self._rows:
             return None
         call = self._kept_call()

@@ -243,8 +243,9 @@ class Attached(Joinable):
         """The running averages as a dict of tensors, to be saved beside the model's and the optimizer's state.
 
         Empty without `running`. Keys are the layers' names followed by `S`, `samples`, `steps` and `kept`, and the
-        tensors are the ones in use, but for `samples` of a layer with a bias, whose S holds that number. Under several ranks each has what it owns: `torch.distributed.checkpoint` saves
-        that as one state and loads it on any number of ranks. A fresh handle gives zeros, which it fills in place.
+        tensors are the ones in use, but for `samples` of a layer with a bias, whose S holds that number. Under several
+        ranks each has what it owns: `torch.distributed.checkpoint` saves that as one state and loads it on any number
+        of ranks. A fresh handle gives zeros, which it fills in place.
 
         Args:
             whole: bring the whole state to all ranks, which all have to ask for it.

@@ -225,7 +225,7 @@ class Watch:
             Whether there is something to solve for.
         """
         if self._arrived:
-            self.waiting, self._mixed = True, self._was_added_to(self._arrived[0])
+            self.waiting, self._mixed = True, bool(self._solved) and self._was_added_to(self._arrived[0])
             if not self._mixed:
                 self._solved = []
                 self._arrived.clear()
@@ -279,7 +279,7 @@ class Watch:
 
     def holds_direction(self) -> bool:
         """Whether a gradient is surely still the direction of the last solve."""
-        return self._holds_direction(self._current())
+        return bool(self._solved) and self._holds_direction(self._current())
 
     def _holds_direction(self, now: list[State]) -> bool:
         return any(own == solved != NONE for own, solved in zip(now, self._solved, strict=False))
