@@ -199,12 +199,18 @@ def attach_direction(
 def as_transfer(
     call: LayerCall, inputs: Sequence[Tensor], output: torch.Size, shapes: Shapes, dtype: torch.dtype
 ) -> Transfer:
-    """The transfer of a call with an output of this shape, for S in this precision; a GPU does not cast bfloat16."""
-    half = all(tensor.is_cuda and tensor.dtype == torch.bfloat16 for tensor in inputs)
-    if half and call.kind.takes_bfloat16 and dtype == torch.float32:
-        return call.transfer(inputs, inputs[0].new_empty(()).expand(output), shapes)
-    like = inputs[0].new_empty((), dtype=dtype).expand(output)
-    return call.transfer(_floats(inputs, dtype), like, shapes)
+    """The transfer of a call with an output of this shape, for S in this precision."""
+    inputs = for_sums(call, inputs, dtype)
+    dtype = torch.bfloat16 if inputs[0].dtype == torch.bfloat16 else dtype
+    return call.transfer(inputs, inputs[0].new_empty((), dtype=dtype).expand(output), shapes)
+
+
+def for_sums(call: LayerCall, inputs: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    """The inputs of a call, for S in this precision; a GPU does not cast bfloat16."""
+    short = inputs[0].is_cuda and call.kind.takes_bfloat16 and dtype == torch.float32
+    if short and all(tensor.dtype == torch.bfloat16 for tensor in inputs):
+        return inputs
+    return _floats(inputs, dtype)
 
 
 def _floats(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -214,8 +220,7 @@ def _floats(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def precision(*tensors: Tensor) -> torch.dtype:
     """The precision to solve in: float64 where anything is, else float32."""
-    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
-    return torch.float64 if wide else torch.float32
+    return torch.float64 if torch.float64 in [tensor.dtype for tensor in tensors] else torch.float32
 
 
 def no_autocast(device: str) -> Any:

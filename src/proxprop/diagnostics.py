@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from proxprop.backward import Observer
 from proxprop.deferred import Attached
-from proxprop.deferred.average import Average
-from proxprop.deferred.equation import Equation
+from proxprop.deferred.equation import Term
 from proxprop.deferred.layouts import BlockLayout
 from proxprop.direction import Direction
 from proxprop.nn import ProximalLayer
@@ -220,16 +219,17 @@ def _averaged(attached: Attached) -> dict[str, dict[str, Tensor]]:
         )
     damping = averages.running.damping
     return {
-        equation.name: _moments(equation, average, damping)
+        equation.name: _moments(average, damping)
         for equation, average in averages.averages.items()
         if not average.S.is_meta
     }
 
 
-def _moments(equation: Equation, average: Average, damping: float | None) -> dict[str, Tensor]:
-    layout = equation.layout
+def _moments(average: Term, damping: float | None) -> dict[str, Tensor]:
+    layout, samples = average.equation.layout, average.samples
+    assert samples is not None
     whole = layout.whole if isinstance(layout, BlockLayout) else layout
-    C = average.S / average.samples.clamp(min=1e-30)
+    C = average.S / samples.clamp(min=1e-30)
     diagonal = C if C.dim() == 2 else C.diagonal(dim1=-2, dim2=-1)
     features = whole.sizes.groups * whole.sizes.features
     mean = diagonal.sum() / features

@@ -7,6 +7,7 @@ keeps for its subclasses. `tests/test_torch_internals.py` lists the names that t
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,15 +25,21 @@ __all__ = [
 # Autograd
 
 
-def is_due(node: Any) -> bool:
-    """Whether the running backward pass will reach a node. Without it, S is summed where no gradient is asked for."""
-    due: bool = torch._C._will_engine_execute_node(node)
-    return due
+# Deferred mode asks these for every layer and gradient, so they are torch's own, without a function around them.
+
+is_due: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Whether the running backward pass will reach a node. Without it, S is summed where no gradient is asked for."""
+
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the running backward pass, or -1. Without it, the passes of one step look alike."""
+
+writes: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor was written to. Without it, a zeroed gradient is not recognised."""
 
 
-def backward_pass() -> int:
-    """The number of the running backward pass, or -1. Without it, the passes of one step look alike."""
-    return torch._C._current_graph_task_id()
+def apply_untransformed(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Apply a function outside of torch.func's transforms. Without it, half of a call is a search for them."""
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def after_backward_pass(callback: Callable[[], None]) -> None:
@@ -69,11 +76,6 @@ def steps_in_backward(parameter: Tensor) -> bool:
 def has_hooks(parameter: Tensor) -> bool:
     """Whether a hook may act on a gradient in backward. Without it, a step there spoils the input's gradient."""
     return bool(parameter._backward_hooks) or steps_in_backward(parameter)
-
-
-def writes(tensor: Tensor) -> int:
-    """How often a tensor was written to. Without it, a zeroed gradient is not recognised."""
-    return tensor._version
 
 
 def stored_entries(sparse: Tensor) -> int:

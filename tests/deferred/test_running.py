@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import proxprop
 from cases import randn, relative_error
 from proxprop import CG, Exact, Running, tuning
+from proxprop.deferred.equation import Term
 from proxprop.solvers import Solver
 from running_averages import SOLVERS, attached, batches, rows, stated, stepped
 from training import Tied, assert_same, grads, handle_of, images, loss_of, plain_model, small_model
@@ -400,7 +401,7 @@ def grams(case: str, handle, layer: nn.Module, input: Tensor) -> Tensor:
 def counted(handle) -> float:
     """The number of samples that S was summed over."""
     system = handle.systems[0]
-    return float(system.split([leaf.grad for leaf in system.leaves])[1])
+    return float(Term(system, *(leaf.grad for leaf in system.leaves)).samples)
 
 
 @works("Sampled rows (`Running(rows=...)`)", status="approximate", mode="deferred",

@@ -19,7 +19,7 @@ from cases import (
     summed_oracle,
 )
 from layers import CASES, Case, attention_inputs, converted, fresh, last
-from proxprop import CG, Exact
+from proxprop import CG, Exact, Running
 from proxprop.solvers import DIAGONAL, FEATURE, Solver
 from quiet import quiet_dynamo
 from training import (
@@ -489,3 +489,38 @@ def test_every_known_layer_says_what_it_sums_or_nothing() -> None:
     assert "EmbeddingBag" not in summing
     for kind in (nn.Linear(3, 2), nn.Bilinear(2, 2, 2), nn.LayerNorm(3), nn.Embedding(3, 2)):
         assert converted(kind, CG(1))._parts()
+
+
+class Around(nn.Module):
+    """A layer that is used before, inside and behind a checkpoint."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.often, self.once = nn.Linear(features, features), nn.Linear(features, features)
+
+    def forward(self, x: Tensor, recomputes: bool) -> Tensor:
+        x = self.often(x).tanh()
+        x = checkpoint(self._inside, x, use_reentrant=True) if recomputes else self._inside(x)
+        return self.often(x).tanh()
+
+    def _inside(self, x: Tensor) -> Tensor:
+        return self.once(self.often(x).tanh()).tanh()
+
+
+@pytest.mark.parametrize("features", [6, 200], ids=["S", "rows"])
+@pytest.mark.parametrize("running", [None, Running(update_every=1, invert_every=1)])
+def test_a_pass_inside_another_leaves_what_the_other_has_summed(
+    features: int, running: Running | None
+) -> None:
+    found = []
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        model = proxprop.convert(Around(features).double(), Exact(), include_last=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        proxprop.attach(optimizer, model, running=running)
+        for seed in range(2):
+            x = randn(5, features, seed=seed).requires_grad_()
+            model(x, recomputes).square().sum().backward()
+        optimizer.step()
+        found.append(grads(model))
+    assert_same(*found, tolerance=1e-9)

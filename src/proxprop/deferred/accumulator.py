@@ -8,8 +8,9 @@ whose gradients it sums.
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -17,29 +18,29 @@ import torch
 from torch import Tensor
 
 from proxprop import device
-from proxprop.backward import as_transfer, no_autocast, precision
+from proxprop.backward import as_transfer, for_sums, no_autocast, precision
 from proxprop.deferred.equation import Equation, equation_of
 from proxprop.deferred.layouts import BlockLayout
 from proxprop.deferred.preconditioner import rows_pay
 from proxprop.distributed import mesh_of, several_ranks
 from proxprop.nn.layer import Part, ProximalLayer
 from proxprop.solvers import DIAGONAL
-from proxprop.torch_internals import backward_pass, is_due, writes
-from proxprop.transfer import Affine, LinearTransfer, Shapes, Transfer
+from proxprop.torch_internals import apply_untransformed, backward_pass, is_due, writes
+from proxprop.transfer import Affine, LinearTransfer, Transfer
 
 if TYPE_CHECKING:
     from proxprop.deferred.average import Running
     from proxprop.deferred.observing import Cluster
 
 
-def weakly(method: Any) -> Callable[[Tensor], None]:
+def weakly(owner: Any, method: Callable[[Any, Tensor], None]) -> Callable[[Tensor], None]:
     """A hook that does not keep its object alive: Python can't see cycles that lead through a tensor's graph."""
-    owner, function = weakref.ref(method.__self__), method.__func__
+    find = weakref.ref(owner)
 
     def hook(tensor: Tensor) -> None:
-        found = owner()
+        found = find()
         if found is not None:
-            function(found, tensor)
+            method(found, tensor)
 
     return hook
 
@@ -72,97 +73,124 @@ def _drawn(
     return torch.randperm(samples, generator=generator, device=device)[: sampling.rows]
 
 
-@dataclass(eq=False)
 class Call:
     """One call of a layer. Its rows are added to S once, by the first backward pass that reaches it and S.
 
-    Attributes:
+    Calls of several layers that see the same tensor one after the other, such as query, key and value, share one S: it
+    is formed by the first of them that backward reaches, and kept for the last.
+
+    Args:
         system: whose leaves S is handed to.
-        shapes: the parameters' shapes, None for one that is not trained.
+        inputs: number of tensors that the layer was called with.
         sampling: which rows S is estimated from; None for all.
-        input: the only input, which other layers may see too; their calls share S.
+
+    Attributes:
+        layout: of what is trained in this call.
+        leaves: what S is handed to, and the number of samples where it has a leaf of its own.
         summed: whether its rows were added.
     """
 
-    system: "System"
-    shapes: Shapes
-    sampling: Sampling | None
-    input: "SharedInput | None" = None
-    summed: bool = False
+    def __init__(self, system: "System", inputs: int, sampling: Sampling | None = None) -> None:
+        self.system, self.inputs, self.sampling = system, inputs, sampling
+        self.shapes, self.layout, self.leaves = system.summed_shapes, system.summed_layout, system.leaves
+        self.summed = False
+        self._first: Call | None = None
+        self._S: Tensor | None = None
+        self._left, self._pass = 1, -1
 
-    def transfer(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Transfer:
-        """The call as a linear map; `shape` is the output's."""
-        dtype = self.system.leaves[0].dtype
-        return as_transfer(self.system.call, inputs, torch.Size(shape), self.shapes, dtype)
+    def share(self, first: "Call") -> bool:
+        """Share S with a call that saw the same input, if S depends on nothing else."""
+        if first._question() != self._question():
+            return False
+        self._first = first
+        first._left += 1
+        return True
+
+    def _question(self) -> tuple[object, ...]:
+        """All that S depends on beside the input."""
+        leaf = self.leaves[0]
+        return self.system.call, self.sampling, self.shapes, leaf.shape, leaf.dtype
+
+    def sums(self, inputs: Sequence[Tensor], shape: Sequence[int], compiles: bool) -> Sequence[Tensor | None]:
+        """What the call adds to its leaves; nothing where its rows are kept."""
+        if compiles:
+            S: Tensor = compiled_summand(inputs, shape, self.system.key)
+        else:
+            self.summed = True
+            if self.system.keeps_rows and self.system.keep(self, inputs):
+                return (None,) * len(self.leaves)
+            S = self.summand(inputs, shape)
+        if len(self.leaves) == 1:
+            return (S,)
+        linear = type(self.layout) is LinearTransfer
+        return S, S.new_full((), prod(shape[:-1]) if linear else self.transfer(inputs, shape).sizes.samples)
 
     def summand(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        """What the call adds to S."""
-        if torch.compiler.is_compiling():
-            S: Tensor = compiled_summand(inputs, shape, self.system.key)
-            return S
-        if self.input is not None:
-            return self.input.summand(lambda: self._summand(inputs, shape))
-        return self._summand(inputs, shape)
+        """What the call adds to S, or to the diagonal of an S that is diagonal; `shape` is the output's.
 
-    def _summand(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        return self.system.summand(self.transfer(inputs, shape), self.sampling)
-
-
-@dataclass(eq=False)
-class SharedInput:
-    """An input that several layers see one after the other, such as that of query, key and value: one S for all.
-
-    Attributes:
-        tensor: the input.
-        version: how often it was written to.
-        question: all else that S depends on.
-        left: how many calls have yet to ask for S.
-    """
-
-    tensor: "weakref.ref[Tensor]"
-    version: int
-    question: tuple[object, ...]
-    left: int = 1
-    _S: Tensor | None = field(default=None, init=False, repr=False)
-    _pass: int = field(default=-1, init=False, repr=False)
-
-    def matches(self, input: Tensor, question: tuple[object, ...]) -> bool:
-        """Whether S of this input is the same."""
-        return self.tensor() is input and (self.version, self.question) == (writes(input), question)
-
-    def summand(self, make: Callable[[], Tensor]) -> Tensor:
-        """S, made for the first call that asks in a backward pass and kept for the last.
-
-        The next pass makes it anew: calls without a backward pass are still waited for then, and what NumPy writes into
-        a tensor between two passes counts as no write.
+        Calls share it within a backward pass. The next pass makes it anew: calls without a backward pass are still
+        waited for then, and what NumPy writes into a tensor between two passes counts as no write.
         """
-        running = backward_pass()
-        S = make() if self._S is None or self._pass != running else self._S
-        self.left -= 1
-        self._S, self._pass = S if self.left else None, running
+        first, running = self._first or self, backward_pass()
+        S = first._S if first._S is not None and first._pass == running else self.formed(inputs, shape)
+        first._left -= 1
+        first._S, first._pass = S if first._left else None, running
         return S
+
+    def formed(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        """S of this call, whatever others share."""
+        layout, leaf, sampling = self.layout, self.leaves[0], self.sampling
+        if type(layout) is LinearTransfer and sampling is None:
+            rows = self.rows(inputs)
+            return layout.square(rows)[None] if rows.shape[0] else leaf.new_zeros(leaf.shape)
+        transfer = self.transfer(inputs, shape)
+        samples, blocks = transfer.sizes.samples, layout if isinstance(layout, BlockLayout) else None
+        if DIAGONAL in transfer.spaces:
+            return transfer.diagonal()
+        if (
+            sampling is not None
+            and samples > sampling.rows
+            and isinstance(transfer, Affine)
+            and not leaf.is_meta
+        ):
+            S = transfer.sampled_gram(sampling.draw(samples, leaf.device))
+            return S if blocks is None else blocks.blocks_of(S)
+        if not samples:
+            return leaf.new_zeros(leaf.shape)
+        return transfer.gram() if blocks is None else blocks.gram_of(transfer)
+
+    def rows(self, inputs: Sequence[Tensor]) -> Tensor:
+        """The rows of a linear layer `[samples, features]`, without the column of ones."""
+        (input,), dtype = inputs, self.leaves[0].dtype
+        if input.dtype != dtype:
+            (input,) = for_sums(self.system.call, inputs, dtype)
+        return input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
+
+    def transfer(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Transfer:
+        """The call as a linear map."""
+        return as_transfer(self.system.call, inputs, torch.Size(shape), self.shapes, self.leaves[0].dtype)
 
 
 class Inputs:
-    """The input that a layer of a model saw last."""
+    """The input that a layer of a model saw last, and the first call that saw it."""
 
     def __init__(self) -> None:
-        self._last: SharedInput | None = None
+        self._seen: tuple[weakref.ref[Tensor], tuple[int, torch.dtype], Call] | None = None
 
-    def seen(self, input: Tensor, question: tuple[object, ...]) -> SharedInput:
-        """An input that a layer sees; the last one, where that was the same and S depends on nothing else."""
-        if self._last is not None and self._last.matches(input, question):
-            self._last.left += 1
-        else:
-            self._last = SharedInput(weakref.ref(input), writes(input), question)
-        return self._last
+    def see(self, input: Tensor, dtype: torch.dtype, call: Call) -> None:
+        """A call sees an input, in this precision. If the call before saw the same, the two share S."""
+        now = writes(input), dtype
+        if self._seen is not None:
+            seen, then, first = self._seen
+            if seen() is input and then == now and call.share(first):
+                return
+        self._seen = weakref.ref(input), now, call
 
 
 @torch.library.custom_op("proxprop::summand", mutates_args=())
 def compiled_summand(inputs: Sequence[Tensor], shape: Sequence[int], key: str) -> Tensor:
     """What a call adds to S, as one operation of a compiled graph; there it runs as in an eager pass."""
-    system = _systems[key]
-    return Call(system, system.shapes, None).summand(inputs, shape).contiguous()
+    return Call(_systems[key], len(inputs)).summand(inputs, shape).contiguous()
 
 
 @compiled_summand.register_fake
@@ -171,18 +199,22 @@ def _(inputs: Sequence[Tensor], shape: Sequence[int], key: str) -> Tensor:
     return inputs[0].new_empty(leaf.shape, dtype=leaf.dtype)
 
 
+_systems: WeakValueDictionary[str, "System"] = WeakValueDictionary()
+"""Systems by their key, which a compiled graph holds."""
+
+
 class Tap(torch.autograd.Function):
     """The identity on a layer's output, whose backward hands leaves what they sum."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, call: Call, inputs: int, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, call: Call, *tensors: Tensor) -> Tensor:
         """Save the inputs, as the layer itself does; the leaves come behind them.
 
         Returns:
             The output, detached so that an in-place activation may follow.
         """
-        ctx.save_for_backward(*tensors[:inputs])
-        ctx.call, ctx.inputs = call, inputs
+        ctx.save_for_backward(*tensors[: call.inputs])
+        ctx.call = call
         return output.detach()
 
     @staticmethod
@@ -193,35 +225,30 @@ class Tap(torch.autograd.Function):
         derivatives may reach the parameters through them alone.
         """
         call: Call = ctx.call
-        saved = ctx.saved_tensors
-        with torch.no_grad(), no_autocast(G.device.type):
-            sums = _summed_once(ctx, saved, G)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not call.summed:
-            G = Tap.apply(G, call, ctx.inputs, *saved, *call.system.leaves)
-        return (G, None, None, *[None] * ctx.inputs, *sums)
+        saved, differentiable = ctx.saved_tensors, torch.is_grad_enabled()
+        compiles = torch.compiler.is_compiling()
+        sums: Sequence[Tensor | None] = (None,) * len(call.leaves)
+        with torch.no_grad() if differentiable else nullcontext(), no_autocast(G.device.type):
+            if compiles or _is_due(ctx.next_functions[-1][0], call, G):
+                sums = call.sums(saved, G.shape, compiles)
+        if differentiable and not compiles and not call.summed:
+            G = Tap.apply(G, call, *saved, *call.leaves)
+        return G, None, *[None] * call.inputs, *sums
 
 
-def _summed_once(ctx: Any, saved: Sequence[Tensor], G: Tensor) -> Sequence[Tensor | None]:
-    """What a call adds to its leaves. S belongs to the forward pass, so a retained graph adds it once."""
-    call: Call = ctx.call
-    system, count = call.system, len(call.system.leaves)
+def _is_due(leaf: Any, call: Call, G: Tensor) -> bool:
+    """Whether this pass adds a call's rows to its leaves; `torch.autograd.grad` does not.
+
+    S belongs to the forward pass, so a retained graph adds it once.
+    """
     if call.summed:
-        system.cluster.watch.notice()
-        system.cluster.watch.note_sum()
-        return [None] * count
-    if not torch.compiler.is_compiling():
-        # Whether this pass adds to the leaves; `torch.autograd.grad` does not.
-        (leaf, _), *_ = ctx.next_functions[-count:]
-        if leaf is None or not is_due(leaf):
-            if device.is_captured(G):
-                _refuse_gradients_alone(system)
-            return [None] * count
-        call.summed = True
-        if system.may_keep_rows and system.keep(call.transfer(saved, G.shape), saved[0].dtype):
-            return [None] * count
-    S = call.summand(saved, G.shape)
-    samples = call.transfer(saved, G.shape).sizes.samples if count > 1 else 0
-    return (S,) if count == 1 else (S, S.new_full((), samples))
+        call.system.cluster.watch.notice(summed=True)
+        return False
+    if leaf is not None and is_due(leaf):
+        return True
+    if device.is_captured(G):
+        _refuse_gradients_alone(call.system)
+    return False
 
 
 def _refuse_gradients_alone(system: "System") -> None:
@@ -243,10 +270,6 @@ def _is_asked_for(leaf: Any) -> bool:
         return True
 
 
-_systems: WeakValueDictionary[str, "System"] = WeakValueDictionary()
-"""Systems by their key, which a compiled graph holds."""
-
-
 class System(Equation):
     """S and the number of samples of one part of a layer, summed by autograd as the gradients of leaves.
 
@@ -263,11 +286,13 @@ class System(Equation):
         part: the parameters' blocks, and how the layer is called.
         running: the user's choice of running averages; None without them.
         inputs: what the model's layers saw last.
-        when_summed: called in every backward pass as soon as S holds all that the pass adds to it.
+        when_summed: called in every backward pass as soon as S holds all that the pass adds to it, under several ranks.
 
     Attributes:
         usual: whether calls are expected to set this system up.
+        keeps_rows: whether rows may stand for S, for all that is known without a call.
         leaves: the leaves of the last call. They have shape, precision and device of what is summed.
+        summed_shapes, summed_layout: of what was trained when the leaves were made.
         common: whether all ranks that share the layer have the same inputs, and so the same S.
         cluster: the systems that share parameters with this one.
     """
@@ -289,9 +314,13 @@ class System(Equation):
         self._when_summed = when_summed
         self.leaves: tuple[Tensor, ...] = ()
         self._made_for: tuple[object, ...] = ()
-        self._ones = self.common = self._repeated = False
+        self.common = self._repeated = False
+        self._spread = any(mesh_of(parameter) is not None for parameter in layer.parameters())
         self._rows: list[Tensor] = []
-        self._calls = 0
+        self._arriving: list[tuple[int, Tensor]] = []  # rows by their pass, which has yet to come to the leaf
+        self.keeps_rows = running is None and not self._spread
+        self._draws = running.rows or 0 if running is not None else 0
+        self._drawn = 0, 0
         self.key = f"{layer._turn} {name}"  # the same if it is attached again: a compiled graph may hold it
         _systems[self.key] = self
         if self.trained:  # ahead of the first call, which may be a compiled one
@@ -302,58 +331,39 @@ class System(Equation):
         """Become one of a cluster."""
         self.cluster = cluster
 
-    def begin_step(self) -> None:
-        """Count calls anew."""
-        self._calls = 0
-
     def tap(self, output: Tensor, inputs: Sequence[Tensor], of: Tensor) -> Tensor:
-        """The output such that its backward adds to S.
+        """The output such that its backward adds to S; the output itself where nothing is trained.
 
         Args:
             output: of the layer.
             inputs: as the layer's products saw them.
             of: what the first input was made of; other layers may see it too.
         """
-        self._fit_leaves(output.device, precision(output, *inputs))
-        self._note_tensor_parallel()
-        sampling = self._sampling()
-        call = Call(self, self.shapes, sampling)
-        if len(inputs) == 1 and not torch.compiler.is_compiling():
-            question = self.call, self.leaves[0].shape, self._made_for, sampling, inputs[0].dtype
-            call.input = self._inputs.seen(of, question)
-        tensors = [*(t.detach() for t in inputs), *self.leaves]
-        result: Tensor = Tap.apply(output, call, len(inputs), *tensors)
+        trained = self._fit_leaves(output.device, precision(output, *inputs))
+        if not trained:
+            return output
+        if self._spread:
+            self._note_tensor_parallel()
+        seen = [tensor.detach() for tensor in inputs]
+        if torch.compiler.is_compiling():
+            result: Tensor = Tap.apply(output, Call(self, len(seen)), *seen, *self.leaves)
+            return result
+        call = Call(self, len(seen), self._sampling() if self._draws else None)
+        if call.inputs == 1:
+            self._inputs.see(of, seen[0].dtype, call)
+        result = apply_untransformed(Tap, output, call, *seen, *self.leaves)
         return result
 
-    def _sampling(self) -> Sampling | None:
-        if self._running is None or self._running.rows is None or torch.compiler.is_compiling():
-            return None
-        self._calls += 1
-        return Sampling(self._running.rows, self.cluster.steps, self._calls)
+    def _sampling(self) -> Sampling:
+        step, calls = self._drawn
+        self._drawn = self.cluster.steps, calls + 1 if step == self.cluster.steps else 1
+        return Sampling(self._draws, *self._drawn)
 
     def _note_tensor_parallel(self) -> None:
         """See whether other ranks have the same inputs, as those of a layer that is spread in its forward do."""
         mesh = mesh_of(next(self.layer.parameters()))
         self.common = mesh is not None and mesh == mesh_of(self.parameters[0])
         self._repeated = mesh is not None and not self.common and any(mesh.get_coordinate())
-
-    def summand(self, transfer: Transfer, sampling: Sampling | None) -> Tensor:
-        """What a call adds to S, or to the diagonal of an S that is diagonal."""
-        samples, leaf = transfer.sizes.samples, self.leaves[0]
-        blocks = self.layout if isinstance(self.layout, BlockLayout) else None
-        if DIAGONAL in transfer.spaces:
-            return transfer.diagonal()
-        if (
-            sampling is not None
-            and samples > sampling.rows
-            and isinstance(transfer, Affine)
-            and not leaf.is_meta
-        ):
-            S = transfer.sampled_gram(sampling.draw(samples, leaf.device))
-            return S if blocks is None else blocks.blocks_of(S)
-        if not samples:
-            return torch.zeros_like(leaf, memory_format=torch.contiguous_format)
-        return transfer.gram() if blocks is None else blocks.gram_of(transfer)
 
     @property
     def S(self) -> Tensor | None:
@@ -364,83 +374,82 @@ class System(Equation):
     @property
     def holds(self) -> bool:
         """Whether anything was summed or kept."""
-        return bool(self._rows or self._sums)
+        return bool(self._rows) or (bool(self.leaves) and self.leaves[0].grad is not None)
 
     @property
     def _sums(self) -> list[Tensor]:
         """What was summed in each leaf; empty where nothing was."""
         return [leaf.grad for leaf in self.leaves if leaf.grad is not None]
 
-    def split(self, sums: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """S and the number of samples from what was summed in the leaves; None where nobody counts.
-
-        Under a bias S ends with the square of a column of ones, which is that number.
-        """
-        S, *count = sums
-        if self._ones and self._counts():
-            return S, S[0, -1, -1]
-        return S, count[0] if count else None
-
     def _counts(self) -> bool:
         """Whether the number of samples is needed."""
         return self._running is not None or self.layer._settings.scaling == "gradient"
 
-    def _fit_leaves(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Make leaves anew where S is another one than before."""
-        trained = [block is not None for block in self.trained_blocks]
+    def _fit_leaves(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Make leaves anew where S is another one than before; returns whether anything is trained."""
+        trained = [block is not None and block.parameter.requires_grad for block in self.blocks]
         made_for = (device, dtype, self._counts(), *trained)
         if made_for == self._made_for:
-            return
+            return True
+        if True not in trained:
+            return False
         if self.holds and any(parameter.grad is not None for parameter in self.parameters):
             raise RuntimeError(
                 f"{self.name}: device, precision, scaling or which parameters are trained changed between backward "
                 "passes of one step, whose S can't be added up. Call zero_grad(), or step, before such a change"
             )
-        self.leaves, self._made_for, self._rows = tuple(self._new_leaves(device, dtype)), made_for, []
+        self.summed_shapes, self.summed_layout, self._rows = self.shapes, self.layout, []
+        self.leaves, self._made_for = tuple(self._new_leaves(device, dtype)), made_for
+        return True
 
     def _new_leaves(self, device: torch.device, dtype: torch.dtype) -> Iterator[Tensor]:
-        layout = self.layout
+        layout = self.summed_layout
         groups, _, features, _ = layout.sizes
         diagonal = DIAGONAL in layout.spaces
         shapes = [(groups, features) if diagonal else (groups, features, features)]
-        self._ones = isinstance(layout, Affine) and layout.bias
-        for shape in [*shapes, ()] if self._counts() and not self._ones else shapes:
+        self.ones = isinstance(layout, Affine) and layout.bias
+        for shape in [*shapes, ()] if self._counts() and not self.ones else shapes:
             leaf = torch.zeros((), device=device, dtype=dtype).expand(shape).requires_grad_()
-            leaf.register_hook(weakly(self._notice))
-            leaf.register_post_accumulate_grad_hook(weakly(self._note_sum))
+            leaf.register_hook(weakly(self, System._note_sum))
+            if several_ranks():
+                leaf.register_post_accumulate_grad_hook(weakly(self, System._note_complete))
             yield leaf
 
-    def _notice(self, _: Tensor) -> None:
-        """S is about to be added to."""
-        self.cluster.watch.notice()
+    def _note_sum(self, summand: Tensor | None) -> None:
+        """The pass has come to a leaf: S is about to be added to, or rows have come instead."""
+        arrived = [rows for own, rows in self._arriving if own == backward_pass()]
+        if summand is not None or arrived:
+            self.cluster.watch.notice(summed=True)
+        if arrived:
+            self._rows += arrived
+            self._arriving = [kept for kept in self._arriving if kept[0] != backward_pass()]
 
-    def _note_sum(self, _: Tensor) -> None:
-        """S was added to."""
-        self.cluster.watch.note_sum()
+    def _note_complete(self, _: Tensor) -> None:
+        """A pass has added to S all that it will."""
         self._when_summed(self)
 
     @property
     def may_keep_rows(self) -> bool:
         """Whether rows may stand for S: of a linear layer in one process, where nothing but its step needs S."""
-        alone = self._running is None and len(self.cluster.systems) == 1
-        spread = several_ranks() or any(mesh_of(p) is not None for p in self.parameters)
-        return alone and not spread and isinstance(self.layout, LinearTransfer)
+        alone = self.keeps_rows and len(self.cluster.systems) == 1 and not several_ranks()
+        return alone and isinstance(self.layout, LinearTransfer)
 
-    def keep(self, transfer: Transfer, dtype: torch.dtype) -> bool:
+    def keep(self, call: Call, inputs: Sequence[Tensor]) -> bool:
         """Keep the rows of a call, if that pays for those of all calls together; else S of all is to be summed."""
-        assert isinstance(transfer, LinearTransfer)
+        if not self.may_keep_rows:
+            return False
         self.cluster.watch.notice()
-        (A,) = transfer.rows()
-        samples = len(A) + sum(len(rows) for rows in self._rows)
-        if self._sums or not rows_pay(transfer.sizes._replace(samples=samples), self.layer._settings):
+        A = call.rows(inputs)
+        samples = sum(len(rows) for rows in (A, *self._rows, *(rows for _, rows in self._arriving)))
+        if self._sums or not rows_pay(self.layout.sizes._replace(samples=samples), self.layer._settings):
             self._sum_rows()
             return False
-        self._rows.append(A.to(dtype, copy=True))
-        self.cluster.watch.note_sum()
+        self._arriving.append((backward_pass(), A.to(inputs[0].dtype, copy=True)))
         return True
 
     def take_rows(self) -> LinearTransfer | None:
         """The calls whose rows were kept, as one, and forgotten here; None where S was summed or is cheaper now."""
+        self._arriving = []  # of passes that failed
         if not self._rows:
             return None
         call = self._kept_call()
@@ -455,16 +464,15 @@ class System(Equation):
         precise = [rows.to(self.leaves[0].dtype) for rows in self._rows]
         return layout.with_rows(precise[0] if len(precise) == 1 else torch.cat(precise))
 
-    @torch.no_grad()
     def _sum_rows(self) -> None:
-        """Form S of the rows that were kept, and go on with that."""
+        """Form S of the rows that were kept, if any were, and go on with that."""
         if not self._rows:
             return
         call, self._rows = self._kept_call(), []
-        with no_autocast(call.input.device.type):
+        with torch.no_grad(), no_autocast(call.input.device.type):
             S = call.gram().contiguous()  # as autograd lays out what it adds to
-        for leaf, more in zip(self.leaves, (S, S.new_full((), call.sizes.samples)), strict=False):
-            leaf.grad = more if leaf.grad is None else leaf.grad + more
+            for leaf, more in zip(self.leaves, (S, S.new_full((), call.sizes.samples)), strict=False):
+                leaf.grad = more if leaf.grad is None else leaf.grad + more
 
     def forget(self) -> None:
         """Drop what was summed."""
@@ -478,11 +486,14 @@ class System(Equation):
         for total in self._sums:
             total.masked_fill_(zeroed.to(total.device), 0.0)
 
-    def take(self) -> tuple[Tensor, Tensor | None]:
-        """S and the number of samples, which are forgotten here."""
+    def take(self) -> list[Tensor]:
+        """What was summed in each leaf, which is forgotten here; empty where nothing was."""
         self._sum_rows()
-        found = self.split(self._sums)
-        self.forget()
+        found = []
+        for leaf in self.leaves:
+            if leaf.grad is not None:
+                found.append(leaf.grad)
+                leaf.grad = None
         return found
 
     def take_share(self) -> list[Tensor]:

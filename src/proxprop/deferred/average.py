@@ -7,7 +7,6 @@ take longer than a step, so that each of the `invert_every` steps has its share.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,14 +105,7 @@ class Running:
             raise ValueError(f"inverse_dtype should be torch.bfloat16 or None but is {self.inverse_dtype}")
 
 
-class Average(NamedTuple):
-    """S̄ and N̄ of one system, or S and N of a step."""
-
-    S: Tensor
-    samples: Tensor
-
-
-def update(pairs: Sequence[tuple[Average, Average]], decay: float) -> None:
+def update(pairs: Sequence[tuple[Term, Term]], decay: float) -> None:
     """Take in a step of systems of one precision on one device, without waiting for it.
 
     A system whose S is not finite is left out, alone.
@@ -122,22 +114,27 @@ def update(pairs: Sequence[tuple[Average, Average]], decay: float) -> None:
         pairs: each system's average, in place, and what it has summed since, which is overwritten.
         decay: how much of an average is kept.
     """
-    averaged, averaged_samples = zip(*(average for average, _ in pairs), strict=True)
-    broken, summed, counts = _cleaned([step for _, step in pairs])
-    kept = summed[0].new_full(broken.shape, decay).masked_fill_(broken, 1.0).unbind()
-    for held, new in ((averaged, summed), (averaged_samples, counts)):
-        multiply_all(held, kept)
-        add_all(held, new)
+    broken = clean([step for _, step in pairs])
+    kept = pairs[0][1].S.new_full(broken.shape, decay).masked_fill_(broken, 1.0).unbind()
+    held, new, scales = list[Tensor](), list[Tensor](), list[Tensor]()
+    for (average, step), scale in zip(pairs, kept, strict=True):
+        for averaged, summed in zip(average[1:], step[1:], strict=True):
+            if averaged is not None and summed is not None:
+                held.append(averaged)
+                new.append(summed)
+                scales.append(scale)
+    multiply_all(held, scales)
+    add_all(held, new)
 
 
-def _cleaned(steps: Sequence[Average]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Which S are not finite, all S and all numbers of samples; zeros, in place of S, where S is not finite."""
-    summed = [step.S for step in steps]
-    broken = ~torch.stack(norms(summed, math.inf)).isfinite()
-    counts = torch.stack([step.samples for step in steps]).masked_fill_(broken, 0.0)
-    for S, left_out in zip(summed, broken.unbind(), strict=True):
-        S.masked_fill_(left_out, 0.0)
-    return broken, summed, list(counts.unbind())
+def clean(steps: Sequence[Term]) -> Tensor:
+    """Set what was summed to zero where S is not finite; returns where that was."""
+    broken = ~torch.stack(norms([step.S for step in steps], math.inf)).isfinite()
+    for step, left_out in zip(steps, broken.unbind(), strict=True):
+        for tensor in step[1:]:
+            if tensor is not None:
+                tensor.masked_fill_(left_out, 0.0)
+    return broken
 
 
 class Averages:
@@ -153,7 +150,7 @@ class Averages:
 
     def __init__(self, running: Running, clusters: Sequence[Cluster]) -> None:
         self.running, self.clusters = running, clusters
-        self.averages: dict[Equation, Average] = {}
+        self.averages: dict[Equation, Term] = {}
 
     @property
     def bytes(self) -> int:
@@ -173,7 +170,7 @@ class Averages:
                 continue
             for system in cluster.systems:
                 if system in self.averages:
-                    self.averages[system] = Average(*(t.to("meta") for t in self.averages[system]))
+                    self.averages[system] = self.averages[system].to("meta")
             if cluster.way == "gradient":
                 cluster.keep(self._empty_pairs(cluster))
 
@@ -200,28 +197,32 @@ class Averages:
     def _update(self, steps: Mapping[Cluster, Sequence[Term]]) -> set[Cluster]:
         """Update the averages; returns the clusters of which one was started, or moved here."""
         started = set[Cluster]()
-        alike: dict[tuple[torch.device, torch.dtype], list[tuple[Average, Average]]] = {}
-        for cluster, term in ((cluster, term) for cluster, terms in steps.items() for term in terms):
-            assert term.samples is not None
-            held, step = self.averages.get(term.equation), Average(term.S, term.samples)
-            if held is None or held.S.shape != step.S.shape:
+        alike: dict[tuple[torch.device, torch.dtype], list[tuple[Term, Term]]] = {}
+        for cluster, step in [(cluster, step) for cluster, terms in steps.items() for step in terms]:
+            held, S = self.averages.get(step.equation), step.S
+            if held is None or held.S.shape != S.shape:
                 started.add(cluster)
-                self.averages[term.equation] = step if step.S.is_meta else _finite(step)
+                self.averages[step.equation] = step
+                if not S.is_meta:
+                    clean([step])
                 continue
-            if self._has_moved(cluster, held, step):
+            if held.S.dtype != S.dtype or (
+                held.S.device != S.device if cluster.mine else self._has_moved(cluster)
+            ):
                 started.add(cluster)
-                held = self.averages[term.equation] = Average(held.S.to(step.S), held.samples.to(step.S))
-            if not step.S.is_meta:
-                alike.setdefault((step.S.device, step.S.dtype), []).append((held, step))
+                held = self.averages[step.equation] = held.to(S)
+            if not S.is_meta:
+                alike.setdefault((S.device, S.dtype), []).append((held, step))
         decay = self.running.decay**self.running.update_every
         for pairs in alike.values():
             update(pairs, decay)
         for unused in self._unused(steps):
             unused.S.mul_(decay)
-            unused.samples.mul_(decay)
+            if unused.counted is not None:
+                unused.counted.mul_(decay)
         return started
 
-    def _unused(self, steps: Mapping[Cluster, Sequence[Term]]) -> Iterator[Average]:
+    def _unused(self, steps: Mapping[Cluster, Sequence[Term]]) -> Iterator[Term]:
         """Averages of systems that share parameters with those of a step but were not used in it: they age too."""
         for cluster, terms in steps.items():
             used = {term.equation for term in terms}
@@ -230,15 +231,13 @@ class Averages:
             held = (self.averages.get(system) for system in cluster.systems if system not in used)
             yield from (average for average in held if average is not None and not average.S.is_meta)
 
-    def _has_moved(self, cluster: Cluster, held: Average, step: Average) -> bool:
-        """Whether S is of another precision or device than before; all ranks that keep an inverse say the same."""
+    def _has_moved(self, cluster: Cluster) -> bool:
+        """Whether this rank's copy of an inverse is elsewhere than the layer, as the owner's S is then too."""
         kept = (operator.kept.device for _, operator in cluster.pairs if not operator.kept.is_meta)
-        devices = {held.S.device, step.S.device} if cluster.mine else {cluster.device, *kept}
-        return held.S.dtype != step.S.dtype or len(devices) > 1
+        return len({cluster.device, *kept}) > 1
 
     def _joined(self, cluster: Cluster) -> Iterator[Term]:
-        found = [(system, self.averages[system]) for system in cluster.systems if system in self.averages]
-        return join([Term(system, average.S, average.samples) for system, average in found])
+        return join([self.averages[system] for system in cluster.systems if system in self.averages])
 
     def _invert(self, clusters: Mapping[Cluster, Tensor | None]) -> None:
         """Make the operators of clusters anew, given each one's number of samples in this step."""
@@ -298,10 +297,8 @@ class Averages:
         for system in cluster.systems:
             if system.name not in names or system in self.averages or not system.trained:
                 continue
-            leaves = system.leaves if cluster.mine else [leaf.to("meta") for leaf in system.leaves]
-            S, samples = system.split(leaves)
-            assert samples is not None
-            self.averages[system] = Average(torch.zeros_like(S), torch.zeros_like(samples))
+            device = None if cluster.mine else "meta"
+            self.averages[system] = Term(system, *(torch.zeros_like(x, device=device) for x in system.leaves))
 
     def state(self, whole: bool) -> dict[str, Tensor]:
         """The state that this rank has, or all of it, brought from its owners."""
@@ -319,6 +316,7 @@ class Averages:
         """All state, in the same order on all ranks; what other ranks own has no memory.
 
         S̄ and N̄ of every system, and every cluster's number of steps and kept matrices; zeros before the first step.
+        N̄ is a copy where S̄ holds it: formats of files refuse tensors that share memory.
         A tensor comes with its name, its cluster, and whether the cluster's owner alone has it.
         """
         for cluster in self.clusters:
@@ -329,9 +327,15 @@ class Averages:
             yield f"{cluster.name}.steps", torch.tensor(cluster.steps), cluster, False
             for system in cluster.systems:
                 if system in self.averages:
-                    S, samples = self.averages[system]
-                    yield f"{system.name}.S", S, cluster, True
-                    yield f"{system.name}.samples", samples, cluster, True
+                    average, samples = self.averages[system], self.averages[system].samples
+                    assert samples is not None
+                    yield f"{system.name}.S", average.S, cluster, True
+                    yield (
+                        f"{system.name}.samples",
+                        samples if average.counted is not None else samples.clone(),
+                        cluster,
+                        True,
+                    )
             for equation, operator in cluster.pairs:
                 yield f"{equation.name}.kept", operator.kept, cluster, cluster.way == "gradient"
 
@@ -366,8 +370,3 @@ def _fill(name: str, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
         found, wanted = list(state[name].shape), list(tensor.shape)
         raise ValueError(f"{name!r} should have shape {wanted} but has {found}")
     tensor.copy_(state[name])
-
-
-def _finite(step: Average) -> Average:
-    _, (S,), (samples,) = _cleaned([step])
-    return Average(S, samples)

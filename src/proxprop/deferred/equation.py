@@ -5,9 +5,9 @@ Equations that share rows, as those of tied layers and packed projections do, be
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ class Block:
         """Whether the parameter is trained."""
         return self.parameter.requires_grad
 
-    @property
+    @cached_property
     def whole(self) -> bool:
         """Whether these are all rows."""
         return self.start == 0 and self.stop == self.parameter.shape[0]
@@ -61,12 +61,14 @@ class Equation:
         layer: the layer whose settings apply.
         blocks: the parameters' rows; None for a parameter that the layer does not have.
         layout_of: makes a layout from the blocks' shapes.
+        ones: whether S ends with a column of ones, of a bias.
     """
 
     name: str
     layer: ProximalLayer
     blocks: tuple[Block | None, ...]
     layout_of: Callable[[Shapes], Layout]
+    ones: bool = field(default=False, init=False)
     _layout: tuple[Shapes, Layout] | None = field(default=None, init=False, repr=False)
 
     @property
@@ -142,16 +144,31 @@ def components(equations: Iterable[AnyEquation], trained: bool = False) -> list[
 
 
 class Term(NamedTuple):
-    """An equation with its S `[groups, features, features]` (or diagonal `[groups, features]`) and samples."""
+    """What was summed or averaged for an equation.
+
+    Attributes:
+        equation: the equation.
+        S: `[groups, features, features]`, or a diagonal `[groups, features]`.
+        counted: the number of samples; None where S holds it, or nobody counts.
+    """
 
     equation: Equation
     S: Tensor
-    samples: Tensor | None
+    counted: Tensor | None = None
+
+    @property
+    def samples(self) -> Tensor | None:
+        """The number of samples; under a bias, the square of S's column of ones."""
+        return self.S[0, -1, -1] if self.equation.ones else self.counted
+
+    def to(self, *like: Any) -> "Term":
+        """The same elsewhere, or in another precision."""
+        return Term(self.equation, *(tensor.to(*like) for tensor in self[1:] if tensor is not None))
 
 
 def total(terms: Sequence[Term]) -> Tensor | None:
     """The number of samples of all terms together; None where nobody counts."""
-    counts = [term.samples for term in terms if term.samples is not None]
+    counts = [samples for term in terms if (samples := term.samples) is not None]
     return torch.stack(counts).sum(0) if counts else None
 
 
@@ -170,7 +187,7 @@ def join(terms: Sequence[Term]) -> Iterator[Term]:
         if len(sharing) == 1:
             yield sharing[0]
         elif sharing[0].S.dim() == 2:  # tables, whose S is diagonal
-            yield sharing[0]._replace(S=torch.stack([t.S for t in sharing]).sum(0), samples=total(sharing))
+            yield sharing[0]._replace(S=torch.stack([t.S for t in sharing]).sum(0), counted=total(sharing))
         else:
             yield from _cut_and_added(sharing)
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from proxprop.deferred.accumulator import Inputs, System
 from proxprop.deferred.average import Averages, Running
 from proxprop.deferred.equation import Term, components, join
-from proxprop.deferred.observing import Attachment, Cluster, Pair
+from proxprop.deferred.observing import Attachment, Cluster, Pair, Passes
 from proxprop.deferred.owners import settle
 from proxprop.deferred.preconditioner import RowSolve, Solve, absolute_form
 from proxprop.deferred.reduction import Ranks, Reduction
@@ -39,7 +39,7 @@ class BeforeForward:
             return
         if self.handle is not None:
             self.handle.reduction.notice()
-            for tie in self.handle.ties:
+            for tie in tuple(self.handle.resting):
                 tie.check()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -71,6 +71,7 @@ class Attached(Joinable):
         systems: what S is summed for.
         clusters: the systems, those that share parameters together.
         ties: what ties each layer to this handle.
+        resting: those whose layers rest.
         averages: the running averages; None without them.
     """
 
@@ -86,7 +87,8 @@ class Attached(Joinable):
         parts = self._systems(running)
         self.systems = [system for systems in parts.values() for system in systems.values()]
         update_every = running.update_every if running is not None else 1
-        self.clusters = [Cluster(systems, update_every) for systems in components(self.systems)]
+        passes = Passes()
+        self.clusters = [Cluster(systems, passes, update_every) for systems in components(self.systems)]
         self.averages = Averages(running, self.clusters) if running is not None else None
         self.directions = Directions(kept=running is not None)
         # Ranks may turn out to differ here, so that nothing must be tied or hooked before.
@@ -95,6 +97,7 @@ class Attached(Joinable):
             cluster.watch.follow(cluster.parameters)
         # torch looks up a module's forward before it calls the module's own hooks
         self.ties = [Attachment(self, layer, own, awake=layer is model) for layer, own in parts.items()]
+        self.resting = set[Attachment]()
         for tie in self.ties:
             tie.layer._tie(tie)
         self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
@@ -145,12 +148,13 @@ class Attached(Joinable):
         observed, resting = list[Cluster](), list[Cluster]()
         for cluster in clusters:
             cluster.watch.drop_given_up()
-            if not cluster.resting:
+            if cluster.due or not cluster.resting:
                 observed.append(cluster)
             elif cluster.watch.look():
                 cluster.watch.refuse_mixed()
                 resting.append(cluster)
-        self._solve_rows(observed)
+        if self.averages is None:
+            self._solve_rows(observed)
         steps = self.reduction.summed(observed)
         for cluster in steps:
             cluster.watch.refuse_mixed()
@@ -182,16 +186,14 @@ class Attached(Joinable):
         self.directions.turn({c: c.pairs for c in (*steps, *resting)}, done, self._lends)
         for cluster in (*steps, *resting):
             cluster.reach(cluster.steps + 1)
-        for cluster in steps:
-            cluster.watch.follow(cluster.parameters)
-        self._rest({*steps, *(cluster for cluster in resting if cluster.due)})
+        self._rest([*(c for c in steps if not c.due), *(c for c in resting if c.due)])
 
     def _rest(self, clusters: Iterable[Cluster]) -> None:
         """Let layers rest, or wake up, as their next step is."""
         changed = set(clusters)
-        for tie in self.ties:
+        for tie in self.ties if changed else ():
             if not changed.isdisjoint(tie.clusters):
-                tie.rest()
+                (self.resting.add if tie.rest() else self.resting.discard)(tie)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Solve before the optimizer steps; where it is given a closure, only after each call of it.
@@ -235,15 +237,16 @@ class Attached(Joinable):
         if self.averages is not None:
             self.averages.clear()
         self.directions = Directions(kept=False)
-        self._hooks, self.systems, self.clusters, self.ties = [], [], [], []
+        self._hooks, self.systems, self.clusters, self.ties, self.resting = [], [], [], [], set()
         self._detached = True
 
     def state_dict(self, whole: bool = False) -> dict[str, Tensor]:
         """The running averages as a dict of tensors, to be saved beside the model's and the optimizer's state.
 
         Empty without `running`. Keys are the layers' names followed by `S`, `samples`, `steps` and `kept`, and the
-        tensors are the ones in use. Under several ranks each has what it owns: `torch.distributed.checkpoint` saves
-        that as one state and loads it on any number of ranks. A fresh handle gives zeros, which it fills in place.
+        tensors are the ones in use, but for `samples` of a layer with a bias, whose S holds that number. Under several
+        ranks each has what it owns: `torch.distributed.checkpoint` saves that as one state and loads it on any number
+        of ranks. A fresh handle gives zeros, which it fills in place.
 
         Args:
             whole: bring the whole state to all ranks, which all have to ask for it.
@@ -289,9 +292,13 @@ class Attached(Joinable):
         """Whether an owner may have run out of inputs, and have no gradients."""
         return bool(self._join_config.enable)
 
-    def refuse_uneven_inputs(self) -> None:
-        """Raise inside a join context that does not know of this attachment: ranks would wait for each other."""
-        wrapper = self.reduction.ranks.wrapper
+    def notice_ranks(self) -> None:
+        """Look, in a layer's forward, what is around the model.
+
+        Raises:
+            RuntimeError: a join context does not know of this attachment, so that ranks would wait for each other.
+        """
+        wrapper = self.reduction.notice()
         if wrapper is not None and wrapper._join_config.enable and not self._join_config.enable:
             raise RuntimeError(
                 "the model is in a join context for uneven inputs that does not know of proxprop. Instead of "
@@ -332,7 +339,8 @@ class _Shadow(JoinHook):
 def _solves(terms: Sequence[Term]) -> list[Pair]:
     """What turns the gradients of a cluster into directions in a step without running averages."""
     found: list[Pair] = []
-    for equation, S, samples in join(terms):
-        settings = equation.layer._settings
-        found.append((equation, Solve(absolute_form(S, samples, settings), settings.solver, once=True)))
+    for term in join(terms):
+        settings = term.equation.layer._settings
+        form = absolute_form(term.S, term.samples, settings)
+        found.append((term.equation, Solve(form, settings.solver, once=True)))
     return found

@@ -1,24 +1,25 @@
 """When S is summed: the steps that layers take, their gradients, and the layers as they rest or are observed."""
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from proxprop import tuning
-from proxprop.deferred.accumulator import System, weakly
+from proxprop.deferred.accumulator import System
 from proxprop.deferred.collectives import Group
 from proxprop.deferred.equation import Equation
 from proxprop.deferred.owners import Route, Way
 from proxprop.deferred.preconditioner import Operator
 from proxprop.deferred.shards import local, whole
-from proxprop.distributed import mesh_of, several_ranks
+from proxprop.distributed import check_layer, mesh_of, several_ranks
 from proxprop.nn import ProximalLayer
 from proxprop.solvers import DIAGONAL
-from proxprop.torch_internals import after_backward_pass, backward_pass, stored_entries, writes
+from proxprop.torch_internals import active_ddp, after_backward_pass, backward_pass, stored_entries, writes
 
 if TYPE_CHECKING:
     from proxprop.deferred.handle import Attached
@@ -32,6 +33,7 @@ class Cluster:
 
     Args:
         systems: the systems.
+        passes: the model's backward passes.
         update_every: S is summed in the first of so many steps.
 
     Attributes:
@@ -46,7 +48,7 @@ class Cluster:
         route: how directions come from there; None where there is one rank.
     """
 
-    def __init__(self, systems: Sequence[System], update_every: int = 1) -> None:
+    def __init__(self, systems: Sequence[System], passes: "Passes", update_every: int = 1) -> None:
         self.systems, self._update_every = systems, update_every
         self.parameters = list({p: None for system in systems for p in system.parameters})
         self.ids = {id(p) for p in self.parameters}  # tensors are slow to hash
@@ -54,7 +56,7 @@ class Cluster:
         self._made_for: list[bool] = []
         self.settle(0)
         self.reach(0)
-        self.watch = Watch(self)
+        self.watch = Watch(self, passes)
         for system in systems:
             system.join(self)
 
@@ -71,16 +73,16 @@ class Cluster:
     @property
     def observed(self) -> bool:
         """Whether S is summed in this step: it is due, or other parameters are trained than operators were made for."""
-        trained = self._trained()
-        return (self.due or trained != self._made_for) and any(trained)
+        trained = [p.requires_grad for p in self.parameters]
+        return (self.due or trained != self._made_for) and True in trained
 
     @property
     def resting(self) -> bool:
         """Whether parameters are trained in this step without S."""
         if self.due:
             return False
-        trained = self._trained()
-        return trained == self._made_for and any(trained)
+        trained = [p.requires_grad for p in self.parameters]
+        return trained == self._made_for and True in trained
 
     @property
     def cost(self) -> float:
@@ -108,10 +110,8 @@ class Cluster:
 
     def keep(self, pairs: list[Pair]) -> None:
         """Take on operators for the parameters that are trained now."""
-        self.pairs, self._made_for = pairs, self._trained()
-
-    def _trained(self) -> list[bool]:
-        return [p.requires_grad for p in self.parameters]
+        self.pairs, self._made_for = pairs, [p.requires_grad for p in self.parameters]
+        self.watch.follow(self.parameters)
 
     def reach(self, steps: int) -> None:
         """Go on from so many steps."""
@@ -127,8 +127,30 @@ def by_group(clusters: Iterable[Cluster]) -> list[tuple[Group, list[Cluster]]]:
     return list(found.items())
 
 
-NONE = -1
-"""Stands for a gradient that is not there, where others have a number."""
+State = tuple[int, int]
+"""Which tensor a gradient is, and how often it was written to."""
+
+NONE: State = 0, -1
+"""The state of a gradient that is not there."""
+
+
+class Passes:
+    """The backward passes of a model: what they came to is looked at when they end, in one call for all layers."""
+
+    def __init__(self) -> None:
+        self._task, self._noticed = -1, list[tuple[Watch, list[State], bool]]()
+
+    def note(self, task: int, watch: "Watch", before: list[State], mixed: bool) -> None:
+        """The running pass has come to a cluster: its gradients before, and whether they hold a direction."""
+        if task != self._task:
+            self._task, self._noticed = task, []
+            after_backward_pass(partial(self._end, self._noticed))
+        self._noticed.append((watch, before, mixed))
+
+    def _end(self, noticed: list[tuple["Watch", list[State], bool]]) -> None:
+        self._task = -1
+        for watch, before, mixed in noticed:
+            watch.note_pass(before, mixed)
 
 
 class Watch:
@@ -143,38 +165,50 @@ class Watch:
 
     Args:
         cluster: the systems.
+        passes: the model's backward passes.
 
     Attributes:
         waiting: whether backward passes, here or on other ranks, have brought something to solve for.
         resting: whether backward passes are looked at without Python.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, passes: Passes) -> None:
         self.cluster, self.systems, self.parameters = cluster, cluster.systems, cluster.parameters
         self.waiting = self.resting = False
+        self._passes = passes
         self._arrived: list[Tensor] = []
         self._spread = any(mesh_of(p) is not None for p in self.parameters)
         self._task = -1
-        self._running: Callable[[], object] = lambda: None  # refers to a pass weakly, while it runs
         self._summed = self._warned = self._mixed = False
-        self._versions = [NONE] * len(self.parameters)
-        self._solved: list[tuple[int, int]] = []
-        self._hooks: dict[Tensor, Any] = {}
+        self._seen = self._nothing = [NONE] * len(self.parameters)
+        self._solved = list[State]()
+        self._hooks: dict[int, tuple[Any, Tensor]] = {}
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
         """Notice when a gradient comes to these: in a step that is not observed, and before S in a compiled one."""
         for parameter in parameters:
-            if not parameter.requires_grad or parameter in self._hooks:
-                continue
-            self._hooks[parameter] = (
-                parameter.register_post_accumulate_grad_hook(self._arrived.append)
-                if self.resting
-                else parameter.register_hook(weakly(self.notice))
-            )
+            if parameter.requires_grad and id(parameter) not in self._hooks:
+                hook = (
+                    parameter.register_post_accumulate_grad_hook(self._arrived.append)
+                    if self.resting
+                    else parameter.register_hook(self._hook())
+                )
+                self._hooks[id(parameter)] = hook, parameter  # which is held, so that no other has its number
+
+    def _hook(self) -> Callable[[Tensor], None]:
+        """A hook that notices a gradient, and does not keep this object alive."""
+        find = ref(self)
+
+        def hook(_: Tensor) -> None:
+            watch = find()
+            if watch is not None and watch._task != backward_pass():
+                watch.notice()
+
+        return hook
 
     def release(self) -> None:
         """Take the hooks off the parameters."""
-        for hook in self._hooks.values():
+        for hook, _ in self._hooks.values():
             hook.remove()
         self._hooks = {}
 
@@ -190,7 +224,10 @@ class Watch:
 
         Under several ranks, None says nothing of what others have.
         """
-        if several_ranks() or self._spread or any(p.grad is not None for p in self.parameters):
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                return
+        if self._spread or several_ranks():
             return
         self.waiting = False
         self._arrived.clear()
@@ -204,7 +241,7 @@ class Watch:
             Whether there is something to solve for.
         """
         if self._arrived:
-            self.waiting, self._mixed = True, self._was_added_to(self._arrived[0])
+            self.waiting, self._mixed = True, bool(self._solved) and self._was_added_to(self._arrived[0])
             if not self._mixed:
                 self._solved = []
                 self._arrived.clear()
@@ -212,34 +249,30 @@ class Watch:
 
     def _was_added_to(self, parameter: Tensor) -> bool:
         """Whether all that was done to a gradient since the last solve is that backward passes added to it."""
-        gradient = parameter.grad
-        if not self._solved or gradient is None:
-            return False
-        times = sum(other is parameter for other in self._arrived)
-        (solved,) = (s for p, s in zip(self.parameters, self._solved, strict=True) if p is parameter)
-        return solved == (writes(gradient) - times, self._place(parameter))
+        for p, solved, (which, now) in zip(self.parameters, self._solved, self._current(), strict=False):
+            if p is parameter:
+                times = sum(other is p for other in self._arrived)
+                return solved == (which, now - times)
+        return False
 
-    def notice(self, _: Tensor | None = None) -> None:
+    def notice(self, summed: bool = False) -> None:
         """A gradient, or S, is about to be added to."""
         task = backward_pass()
-        # A reentrant checkpoint runs a pass inside a pass. It ends with the outer one, whose S it must not forget.
-        if task == self._task or self._running() is not None:
-            return
-        self._task, self._summed = task, False
-        if any(system.holds for system in self.systems):
-            self._forget_if_zeroed()
-        before = self._current()
-        mixed = self._holds_direction(before) or (self._mixed and before == self._versions)
+        if task != self._task:
+            self._task, self._summed = task, summed
+            self._begin_pass(task)
+        elif summed:
+            self._summed = True
 
-        def ended() -> None:
-            self._note_pass(before, mixed)
-
-        self._running = weakref.ref(ended)  # autograd drops it with the pass, also where that fails
-        after_backward_pass(ended)
-
-    def note_sum(self) -> None:
-        """S was added to."""
-        self._summed = True
+    def _begin_pass(self, task: int) -> None:
+        for system in self.systems:
+            if system.holds:
+                self._forget_if_zeroed()
+                break
+        before, mixed = self._current(), False
+        if before != self._nothing:
+            mixed = self._holds_direction(before) or (self._mixed and before == self._seen)
+        self._passes.note(task, self, before, mixed)
 
     def note_average(self) -> None:
         """A backward pass begins whose gradients are averaged over ranks; this one may not have used the layer."""
@@ -258,26 +291,20 @@ class Watch:
 
     def note_solved(self) -> None:
         """The gradients hold the direction now."""
-        self._solved = list(zip(self._current(), map(self._place, self.parameters), strict=True))
-        self.waiting = False
-        for system in self.systems:
-            system.begin_step()
+        self._solved, self.waiting = self._current(), False
 
     def holds_direction(self) -> bool:
         """Whether a gradient is surely still the direction of the last solve."""
         return bool(self._solved) and self._holds_direction(self._current())
 
-    def _holds_direction(self, now: list[int]) -> bool:
-        for parameter, version, solved in zip(self.parameters, now, self._solved, strict=False):
-            if version != NONE and solved == (version, self._place(parameter)):
-                return True
-        return False
+    def _holds_direction(self, now: list[State]) -> bool:
+        return any(own == solved != NONE for own, solved in zip(now, self._solved, strict=False))
 
     def _forget_if_zeroed(self) -> None:
         """Drop S if a gradient that belongs to it was set to None or to zero; the latter is decided on the device."""
-        seen = max(self._versions) != NONE
-        last = zip(self.parameters, self._versions, strict=True)
-        gradients = [(p.grad, version) for p, version in last if version != NONE or not seen]
+        seen, now = self._seen != self._nothing, self._current()
+        last = zip(self.parameters, self._seen, now, strict=True)
+        gradients = [(p.grad, then != own) for p, then, own in last if then != NONE or not seen]
         # FSDP2 keeps gradients to itself until it averages them: there, None says nothing before the first was seen.
         none = not seen and not self._spread and all(g is None for g, _ in gradients)
         empty = any(g is not None and g.is_sparse and stored_entries(g) == 0 for g, _ in gradients)
@@ -286,18 +313,18 @@ class Watch:
                 system.forget()
         if none or self._spread:
             return
-        for gradient, version in gradients:
-            if gradient is None or gradient.is_sparse or writes(gradient) == version:
+        for gradient, changed in gradients:
+            if gradient is None or gradient.is_sparse or not changed:
                 continue
             zeroed = ~gradient.any()
             for system in self.systems:
                 system.clear_where(zeroed)
 
-    def _note_pass(self, before: list[int], mixed: bool) -> None:
+    def note_pass(self, before: list[State], mixed: bool) -> None:
         """A backward pass has ended: remember the gradients that S belongs to, and whether they hold a direction."""
         self._task = -1
-        self._versions = self._current()
-        changed = self._versions != before
+        self._seen = self._current()
+        changed = self._seen != before
         counts = self._summed or (changed and self.cluster.resting)
         self._mixed = mixed and counts
         if counts:
@@ -312,21 +339,16 @@ class Watch:
                 stacklevel=2,
             )
 
-    def _current(self) -> list[int]:
-        """How often each gradient that is there was written to."""
-        found = [NONE if (g := p.grad) is None else writes(g) for p in self.parameters]
-        if not self._spread:
-            return found
-        # A DTensor counts what it is asked to do, and the tensor inside what FSDP2 and we do to that.
-        inside = (NONE if (g := p.grad) is None else writes(local(g)) for p in self.parameters)
-        return [own if own == NONE else own + more for own, more in zip(found, inside, strict=True)]
+    def _current(self) -> list[State]:
+        """The gradients as they are now."""
+        if self._spread:
+            return [NONE if (g := p.grad) is None else self._state_of_both(g) for p in self.parameters]
+        return [NONE if (g := p.grad) is None else (id(g), writes(g)) for p in self.parameters]
 
-    def _place(self, parameter: Tensor) -> int:
-        """Where a gradient lies. DDP may put it elsewhere, where writes are counted anew."""
-        gradient = parameter.grad
-        if gradient is None or gradient.is_sparse:
-            return 0
-        return (local(gradient) if self._spread else gradient).data_ptr()
+    def _state_of_both(self, gradient: Tensor) -> State:
+        """A DTensor counts what it is asked to do, and the tensor inside what FSDP2 and we do to that."""
+        inside = local(gradient)
+        return inside.data_ptr(), writes(gradient) + writes(inside)
 
 
 class Attachment:
@@ -353,28 +375,34 @@ class Attachment:
         self._spread = any(mesh_of(parameter) is not None for parameter in layer.parameters())
         self._awake = awake or self._spread
 
-    def rest(self) -> None:
-        """Let the layer be torch's own until it is to be observed again, where gradients can be followed without it."""
-        resting = bool(self.clusters) and all(cluster.resting for cluster in self.clusters)
-        self.layer._rest(resting and not self._awake)
-        for cluster in self.clusters:
-            cluster.watch.rest(cluster.resting and not self._spread and not several_ranks())
+    def rest(self) -> bool:
+        """Let the layer be torch's own until it is to be observed again, where gradients can be followed without it.
+
+        Returns:
+            Whether the layer rests.
+        """
+        resting = [cluster.resting for cluster in self.clusters]
+        rests = bool(resting) and all(resting)
+        self.layer._rest(rests and not self._awake)
+        for cluster, own in zip(self.clusters, resting, strict=True):
+            cluster.watch.rest(own and not self._spread and not several_ranks())
+        return rests
 
     def check(self) -> None:
         """Before a forward pass: see whether other parameters are trained, or there, than in the step before."""
-        if all(cluster.due for cluster in self.clusters):
-            return
         self._refuse_other_parameters()
-        if any(cluster.observed for cluster in self.clusters):
-            self.rest()
+        for cluster in self.clusters:
+            if cluster.observed:
+                self.rest()
+                return
 
     def tap(self, output: Tensor, inputs: Sequence[Tensor], part: str, of: Tensor | None = None) -> Tensor:
         """The output of torch's own forward such that backward adds S of the inputs to one of the layer's systems."""
         self._begin_call()
-        system = self.systems[part]
-        if not system.trained:
-            return output
-        return system.tap(output, [whole(t) for t in inputs], inputs[0] if of is None else of)
+        of = inputs[0] if of is None else of
+        if self._spread:
+            inputs = [whole(tensor) for tensor in inputs]
+        return self.systems[part].tap(output, inputs, of)
 
     def explicit(self) -> bool:
         """Whether the layer keeps BackProp's gradient."""
@@ -382,6 +410,8 @@ class Attachment:
 
     def observed(self) -> bool:
         """Whether S of any of the layer's systems is summed in this step; else a call runs torch's own layer."""
+        if not self.clusters:
+            return False
         for cluster in self.clusters:
             if cluster.observed:
                 return True
@@ -398,8 +428,10 @@ class Attachment:
         """Look at what must hold in every call that gradients will come from."""
         if not torch.compiler.is_compiling():
             self._refuse_other_parameters()
-        self.handle.reduction.notice()
-        self.handle.refuse_uneven_inputs()
+            if self._spread:
+                check_layer(self.layer, self.layer._layer_name, attached=True)
+        if self.handle.reduction.ranks.wrapped or active_ddp() is not None:
+            self.handle.notice_ranks()
 
     def _refuse_other_parameters(self) -> None:
         """Raise where a gradient would not reach the parameters that S is summed for."""

@@ -40,6 +40,7 @@ class Ranks:
 
     Attributes:
         wrapper: the DistributedDataParallel around the model; None where there is none or it was not met yet.
+        wrapped: whether there is one.
         traffic: what was sent.
     """
 
@@ -59,7 +60,7 @@ class Ranks:
 
     @wrapper.setter
     def wrapper(self, wrapper: Any) -> None:
-        self._wrapper = ref(wrapper) if wrapper is not None else None
+        self._wrapper, self.wrapped = ref(wrapper) if wrapper is not None else None, wrapper is not None
         names = wrapper.parameters_to_ignore if wrapper is not None else ()
         self._ignored = {id(p) for n, p in wrapper.module.named_parameters() if n in names} if names else ()
 
@@ -148,11 +149,17 @@ class Reduction:
         self._in_use = {system for system in systems if layers[system.layer] == 1}
         self._watch(self.ranks.wrapper or _outermost(model))
 
-    def notice(self) -> None:
-        """Look, in a layer's forward, whether DDP was put around the model after `attach`."""
-        if self.ranks.wrapper is None and (wrapper := active_ddp()) is not None:
+    def notice(self) -> Any:
+        """Look, in a layer's forward, whether DDP was put around the model after `attach`.
+
+        Returns:
+            The wrapper; None where there is none.
+        """
+        wrapper = self.ranks.wrapper
+        if wrapper is None and (wrapper := active_ddp()) is not None:
             self.ranks.wrapper = wrapper
             self._watch(wrapper)
+        return wrapper
 
     def shadow(self) -> None:
         """Take part in a round of other ranks with nothing to add; sums under `no_sync` are lost, as in DDP."""
@@ -178,13 +185,11 @@ class Reduction:
         self._arrive()
         found: dict[Cluster, list[Term]] = {}
         for system in systems:
-            if system in self._totals:
-                S, samples = system.split(self._totals.pop(system))
-            elif system.cluster.group is None and system.S is not None:
-                S, samples = system.take()
-            else:
-                continue
-            found.setdefault(system.cluster, []).append(Term(system, S, samples))
+            sums = self._totals.pop(system, None)
+            if sums is None and system.cluster.group is None:
+                sums = system.take()
+            if sums:
+                found.setdefault(system.cluster, []).append(Term(system, *sums))
         return found
 
     def _send_now(self, systems: Sequence[System]) -> None:

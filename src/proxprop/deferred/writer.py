@@ -101,7 +101,7 @@ class Directions:
             for pair in pairs:
                 direct(*pair)
             return
-        key = tuple(id(operator) for _, operator in pairs)  # not reused, as a plan holds its operators
+        key = tuple([id(operator) for _, operator in pairs])  # not reused, as a plan holds its operators
         plan = self._plans.get(key)
         if plan is None:
             names = {equation.name for equation, _ in pairs}
@@ -280,7 +280,7 @@ class Stack:
         """The blocks' gradients; None where one is missing, sparse or elsewhere."""
         found = []
         for block in blocks:
-            gradient = block.gradient
+            gradient = block.parameter.grad if block.whole else block.gradient
             if gradient is None or gradient.is_sparse or gradient.device != self.P.device:
                 return None
             found.append(gradient)

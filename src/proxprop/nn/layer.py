@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import count
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from proxprop.settings import Scaling, Settings, Space
 from proxprop.side_streams import pays, side_streams
 from proxprop.solvers import CG, SPACES, Plan, Solver
 from proxprop.solvers.plan import possible_spaces
-from proxprop.torch_internals import has_hooks
+from proxprop.torch_internals import has_hooks, in_transform
 from proxprop.transfer import LayerCall
 
 if TYPE_CHECKING:
@@ -217,25 +217,20 @@ class ProximalLayer(nn.Module):
 
     def _solves(self) -> bool:
         """Whether this call is solved inside backward, or has to report its plan."""
-        trains = self._trains()  # also where deferred mode solves: it refuses what can't be
-        return trains and (self._attached is None or self._planned is not None)
+        return (self._attached is None or self._planned is not None) and self._trains()
 
     def _observed(self) -> bool:
         """Whether deferred mode sums S of this call."""
-        return (
-            self._attached is not None
-            and self._planned is None
-            and self._trains()
-            and self._attached.observed()
-        )
+        if self._attached is None or self._planned is not None:
+            return False
+        if self._is_replica:
+            self._refuse_replicas()
+        return torch.is_grad_enabled() and self._attached.observed()
 
     def _trains(self) -> bool:
-        """Whether this call needs a direction or S: gradients are enabled and something is trained."""
+        """Whether this call needs a direction or its plan: gradients are enabled and something is trained."""
         if self._is_replica:
-            raise RuntimeError(
-                f"{self._layer_name}: nn.DataParallel's replicas have no parameters to give a direction to. Use "
-                "torch.nn.parallel.DistributedDataParallel"
-            )
+            self._refuse_replicas()
         if self._attached is not None and self._attached.explicit():
             return False
         own = self._parameters.values()  # checked first, because walking through submodules takes longer
@@ -243,6 +238,12 @@ class ProximalLayer(nn.Module):
         if trains and several_ranks() and not torch.compiler.is_compiling():
             check_layer(self, self._layer_name, self._attached is not None)
         return trains
+
+    def _refuse_replicas(self) -> NoReturn:
+        raise RuntimeError(
+            f"{self._layer_name}: nn.DataParallel's replicas have no parameters to give a direction to. Use "
+            "torch.nn.parallel.DistributedDataParallel"
+        )
 
     def _tap(
         self, output: Tensor, inputs: Sequence[Tensor], part: str = "", of: Tensor | None = None
@@ -263,21 +264,18 @@ class ProximalLayer(nn.Module):
 
     def _check(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
         """Raise unless the output is linear in what is trained and all tensors are real, dense and untransformed."""
-        refuse_transforms(self._layer_name)
         if not torch.compiler.is_compiling() and (
-            "parametrizations" in self._modules or not COMPUTED.isdisjoint(vars(self))
+            in_transform() or "parametrizations" in self._modules or not COMPUTED.isdisjoint(vars(self))
         ):
+            refuse_transforms(self._layer_name)
             raise RuntimeError(
                 f"{self._layer_name}: its weight is computed by a hook or a parametrization that was added after "
                 "convert, so its output is not linear in what is trained. Call proxprop.revert(model) before "
                 "adding it; convert then leaves the layer explicit"
             )
-        _check_dense(self._layer_name, inputs)
-        if output.is_complex() or any(tensor.is_complex() for tensor in inputs):
-            check_real(self, self._layer_name)
-            raise TypeError(
-                f"{self._layer_name}: input and output should be real but are complex; {LEAVE_OUT}"
-            )
+        for tensor in (*inputs, output):
+            if tensor.layout != torch.strided or tensor.is_complex():
+                _refuse_tensor(self, self._layer_name, tensor)
 
     def _plain_forward(self, *args: Any) -> Tensor:
         """The plain class's own forward from detached parameters, for which torch's backward computes no gradient."""
@@ -401,13 +399,14 @@ def check_real(layer: nn.Module, name: str) -> None:
 LEAVE_OUT = "leave the layer out with exclude=[...]"
 
 
-def _check_dense(name: str, inputs: Sequence[Tensor]) -> None:
-    for tensor in inputs:
-        if tensor.layout != torch.strided:
-            raise TypeError(
-                f"{name}: input should be dense but is {tensor.layout}; hand it over as input.to_dense(), or as a "
-                f"padded tensor, or {LEAVE_OUT}"
-            )
+def _refuse_tensor(layer: nn.Module, name: str, tensor: Tensor) -> NoReturn:
+    if tensor.layout != torch.strided:
+        raise TypeError(
+            f"{name}: input should be dense but is {tensor.layout}; hand it over as input.to_dense(), or as a "
+            f"padded tensor, or {LEAVE_OUT}"
+        )
+    check_real(layer, name)
+    raise TypeError(f"{name}: input and output should be real but are complex; {LEAVE_OUT}")
 
 
 def under_autocast(input: Any) -> Any:

@@ -108,21 +108,33 @@ def square(A: Tensor) -> Tensor:
 
 
 def transposed_square(A: Tensor) -> Tensor:
-    """`AᵀA [groups, features, features]` for A `[groups, samples, features]`; in float32 where A is bfloat16."""
-    if _symmetry_pays(A, A.shape[-1]):
+    """`AᵀA [groups, features, features]` for A `[groups, samples, features]`; in float32 where A is bfloat16.
+
+    One group may come and go without its dimension, which saves calls.
+    """
+    samples, features = A.shape[-2:]
+    if _symmetry_pays(A, features):
         return _symmetric(A.mT.to(wide(A)))
-    if A.device.type == "cpu" and A.shape[-1] < SUMMED_IN_PIECES and A.shape[-2] > 2 * LONGEST_SUM:
+    if features < SUMMED_IN_PIECES and samples > 2 * LONGEST_SUM and A.device.type == "cpu":
         return _sum_of_squares(cast(A, wide(A)))
-    if len(A) > 1:
-        return multiply(A.mT, A)
-    float16_pays = (
-        device.use_fp16_products(A) and device.tf32_allowed() and min(A.shape[1:]) >= tuning.FP16_LEAST_SIZE
-    )
-    return (square_in_float16 if float16_pays else transposed_product)(A[0])[None]
+    if A.dim() == 3:
+        return multiply(A.mT, A) if len(A) > 1 else transposed_square(A[0])[None]
+    if (
+        device.use_fp16_products(A)
+        and device.tf32_allowed()
+        and min(samples, features) >= tuning.FP16_LEAST_SIZE
+    ):
+        return square_in_float16(A)
+    if _terms_pay(A, A, 2.0 * samples * features * features, False):
+        return transposed_product(A)
+    A = cast(A, wide(A))
+    return multiply(A.mT, A)
 
 
 def _sum_of_squares(A: Tensor) -> Tensor:
     """`AᵀA` from pieces of rows: equal rows round in the same direction, so one long sum would drift away."""
+    if A.dim() == 2:
+        return _sum_of_squares(A[None])[0]
     groups, samples, features = A.shape
     whole = samples // LONGEST_SUM * LONGEST_SUM
     pieces = A[:, :whole].reshape(-1, LONGEST_SUM, features)

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from proxprop import device, tuning
 from proxprop.device import round_up
@@ -92,7 +91,7 @@ class Affine(Transfer):
 
     def gram(self) -> Tensor:
         """`S = AᵀA`; the ones column adds the border `(Aᵀ1, samples)`."""
-        return self._square(self.rows())
+        return self.square(self.rows())
 
     def sampled_gram(self, index: Tensor) -> Tensor:
         """An unbiased estimate of S from a few rows, `N/rows·Σaaᵀ` over rows drawn without replacement.
@@ -100,7 +99,7 @@ class Affine(Transfer):
         Args:
             index: which of the N samples, each drawn with the same probability.
         """
-        return self._square(self.sampled_rows(index)).mul_(self.sizes.samples / len(index))
+        return self.square(self.sampled_rows(index)).mul_(self.sizes.samples / len(index))
 
     def sampled_rows(self, index: Tensor) -> Tensor:
         """The rows of some samples."""
@@ -141,16 +140,18 @@ class Affine(Transfer):
         """The inverse of `_columns`."""
         return columns.mT.reshape(self.weight_shape)
 
-    def _square(self, A: Tensor) -> Tensor:
+    def square(self, A: Tensor) -> Tensor:
         """`AᵀA` for some of the rows, the ones column included.
 
-        A copy of A with as many columns of ones as alignment needs takes fewer calls than bordering the product.
+        A copy of A with a column of ones takes fewer calls than bordering the product. On a GPU there are as many
+        columns of ones as alignment needs.
         """
         if not self.bias:
             return transposed_square(A)
         inputs = A.shape[-1]
-        ones = round_up(inputs + 1, tuning.ALIGNED) - inputs
-        return transposed_square(functional.pad(A, (0, ones), value=1.0))[..., : inputs + 1, : inputs + 1]
+        ones = 1 if A.device.type == "cpu" else round_up(inputs + 1, tuning.ALIGNED) - inputs
+        S = transposed_square(torch.constant_pad_nd(A, (0, ones), 1.0))
+        return S if ones == 1 else S[..., : inputs + 1, : inputs + 1]
 
     def _border(self, S: Tensor, sums: Tensor) -> Tensor:
         """S of the input rows, bordered by the row and the column that the ones add."""
