@@ -127,27 +127,24 @@ def by_group(clusters: Iterable[Cluster]) -> list[tuple[Group, list[Cluster]]]:
     return list(found.items())
 
 
-State = tuple[int, int]
-"""Which tensor a gradient is, and how often it was written to."""
-
-NONE: State = 0, -1
-"""The state of a gradient that is not there."""
+NONE = -1
+"""Stands for a gradient that is not there, where others have a number."""
 
 
 class Passes:
     """The backward passes of a model: what they came to is looked at when they end, in one call for all layers."""
 
     def __init__(self) -> None:
-        self._task, self._noticed = -1, list[tuple[Watch, list[State], bool]]()
+        self._task, self._noticed = -1, list[tuple[Watch, list[int], bool]]()
 
-    def note(self, task: int, watch: "Watch", before: list[State], mixed: bool) -> None:
+    def note(self, task: int, watch: "Watch", before: list[int], mixed: bool) -> None:
         """The running pass has come to a cluster: its gradients before, and whether they hold a direction."""
         if task != self._task:
             self._task, self._noticed = task, []
             after_backward_pass(partial(self._end, self._noticed))
         self._noticed.append((watch, before, mixed))
 
-    def _end(self, noticed: list[tuple["Watch", list[State], bool]]) -> None:
+    def _end(self, noticed: list[tuple["Watch", list[int], bool]]) -> None:
         self._task = -1
         for watch, before, mixed in noticed:
             watch.note_pass(before, mixed)
@@ -181,7 +178,7 @@ class Watch:
         self._task = -1
         self._summed = self._warned = self._mixed = False
         self._seen = self._nothing = [NONE] * len(self.parameters)
-        self._solved = list[State]()
+        self._solved = list[tuple[int, int]]()
         self._hooks: dict[int, tuple[Any, Tensor]] = {}
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
@@ -249,10 +246,10 @@ class Watch:
 
     def _was_added_to(self, parameter: Tensor) -> bool:
         """Whether all that was done to a gradient since the last solve is that backward passes added to it."""
-        for p, solved, (which, now) in zip(self.parameters, self._solved, self._current(), strict=False):
-            if p is parameter:
+        for p, solved, now in zip(self.parameters, self._solved, self._current(), strict=False):
+            if p is parameter and now != NONE:
                 times = sum(other is p for other in self._arrived)
-                return solved == (which, now - times)
+                return solved == (now - times, self._place(p))
         return False
 
     def notice(self, summed: bool = False) -> None:
@@ -291,14 +288,16 @@ class Watch:
 
     def note_solved(self) -> None:
         """The gradients hold the direction now."""
-        self._solved, self.waiting = self._current(), False
+        self._solved = list(zip(self._current(), map(self._place, self.parameters), strict=True))
+        self.waiting = False
 
     def holds_direction(self) -> bool:
         """Whether a gradient is surely still the direction of the last solve."""
         return bool(self._solved) and self._holds_direction(self._current())
 
-    def _holds_direction(self, now: list[State]) -> bool:
-        return any(own == solved != NONE for own, solved in zip(now, self._solved, strict=False))
+    def _holds_direction(self, now: list[int]) -> bool:
+        found = zip(self.parameters, now, self._solved, strict=False)
+        return any(own != NONE and solved == (own, self._place(p)) for p, own, solved in found)
 
     def _forget_if_zeroed(self) -> None:
         """Drop S if a gradient that belongs to it was set to None or to zero; the latter is decided on the device."""
@@ -320,7 +319,7 @@ class Watch:
             for system in self.systems:
                 system.clear_where(zeroed)
 
-    def note_pass(self, before: list[State], mixed: bool) -> None:
+    def note_pass(self, before: list[int], mixed: bool) -> None:
         """A backward pass has ended: remember the gradients that S belongs to, and whether they hold a direction."""
         self._task = -1
         self._seen = self._current()
@@ -339,16 +338,20 @@ class Watch:
                 stacklevel=2,
             )
 
-    def _current(self) -> list[State]:
-        """The gradients as they are now."""
-        if self._spread:
-            return [NONE if (g := p.grad) is None else self._state_of_both(g) for p in self.parameters]
-        return [NONE if (g := p.grad) is None else (id(g), writes(g)) for p in self.parameters]
+    def _current(self) -> list[int]:
+        """How often each gradient that is there was written to."""
+        if (
+            self._spread
+        ):  # a DTensor counts what it is asked to do, the tensor inside what FSDP2 and we do to that
+            return [NONE if (g := p.grad) is None else writes(g) + writes(local(g)) for p in self.parameters]
+        return [NONE if (g := p.grad) is None else writes(g) for p in self.parameters]
 
-    def _state_of_both(self, gradient: Tensor) -> State:
-        """A DTensor counts what it is asked to do, and the tensor inside what FSDP2 and we do to that."""
-        inside = local(gradient)
-        return inside.data_ptr(), writes(gradient) + writes(inside)
+    def _place(self, parameter: Tensor) -> int:
+        """Where a gradient lies. DDP may put it elsewhere, where writes are counted anew."""
+        gradient = parameter.grad
+        if gradient is None or gradient.is_sparse:
+            return 0
+        return (local(gradient) if self._spread else gradient).data_ptr()
 
 
 class Attachment:
