@@ -147,7 +147,8 @@ class Attached(Joinable):
         clusters = [c for c in self.clusters if chosen is None or not chosen.isdisjoint(c.ids)]
         observed, resting = list[Cluster](), list[Cluster]()
         for cluster in clusters:
-            cluster.watch.drop_given_up()
+            if cluster.parameters[0].grad is None:
+                cluster.watch.drop_given_up()
             if cluster.due or not cluster.resting:
                 observed.append(cluster)
             elif cluster.watch.look():

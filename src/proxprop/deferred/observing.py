@@ -340,9 +340,8 @@ class Watch:
 
     def _current(self) -> list[int]:
         """How often each gradient that is there was written to."""
-        if (
-            self._spread
-        ):  # a DTensor counts what it is asked to do, the tensor inside what FSDP2 and we do to that
+        if self._spread:
+            # A DTensor counts what it is asked to do, the tensor inside what FSDP2 and we do to that.
             return [NONE if (g := p.grad) is None else writes(g) + writes(local(g)) for p in self.parameters]
         return [NONE if (g := p.grad) is None else writes(g) for p in self.parameters]
 
