@@ -17,15 +17,14 @@ class Session:
 
     Args:
         options: what `proxprop.wrap` takes.
-
-    Attributes:
-        attached: the handle that `proxprop.wrap` returned, while training runs; None otherwise.
     """
+
+    attached: Attached | None = None
+    """The handle that `proxprop.wrap` returned, while training runs; None otherwise."""
 
     def __init__(self, **options: Unpack[Options]) -> None:
         self._options = options
         self._converted: nn.Module | None = None
-        self.attached: Attached | None = None
 
     def _begin(
         self,
