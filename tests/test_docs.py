@@ -133,6 +133,8 @@ def test_the_readmes_verdict_is_the_peers_pages() -> None:
     lost = re.findall(r"\) \| (\w+) [\d.]+ \([\d.]+\) \| [^|]* \| loses", page)
     assert (len(lost), lost.count("SOAP")) == (4, 3)
     assert "loses 4 of 7 small tasks, three of the four to SOAP" in text
+    start = " ".join((ROOT / "docs" / "start.md").read_text().split())
+    assert "lower than the best ProxProp in three of the seven small tasks" in start
 
 
 WAYS = [

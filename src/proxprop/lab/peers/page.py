@@ -23,8 +23,9 @@ FIGURES = {
 }
 DIRECTIONS = {"exact": "`Exact()`", "cg3": "`CG(3)`", "running": "a running S"}
 
-HEAD = f"""# Against its peers: is this for me?
+HEAD = "# Against its peers: is this for me?\n"
 
+PROTOCOL = f"""\
 Every method gets {TRIALS} quasi-random trials in a space that was written down before the recorded runs
 (`lab/peers/spaces.py`). The trial with the lowest score at the end of its schedule is run again with {SEEDS} fresh
 seeds. A task's target is the median last score of tuned AdamW, fixed before the recorded runs of other methods.
@@ -92,7 +93,7 @@ def page(store: Store) -> str:
     """The whole page."""
     found = analysis.cells(store.all(TASKS), store.targets(), store.times())
     if not tasks_of(found):
-        return "\n".join([HEAD, "Nothing has been run yet.", "", *open_tasks(found)])
+        return "\n".join([HEAD, PROTOCOL, "Nothing has been run yet.", "", *open_tasks(found)])
     parts = [HEAD, *answer(found), *lifts(found), *one(found)]
     parts += [f"![{words}](../results/peers/{name}.png)\n" for name, words in FIGURES.items()]
     parts += [TO_TARGET, timed(store.times())]
@@ -139,7 +140,18 @@ def answer(found: Cells) -> list[str]:
         f"{count['loses']} of {len(rows)} small tasks.**"
     )
     head = ["task", "AdamW", "best peer", "best ProxProp", "ProxProp", "fewest steps", "fewest seconds"]
-    return [said, "", SMALL, table(head, rows), "", VERDICTS, *lacking(found), *bases(found), *wrapped(found)]
+    return [
+        said,
+        "",
+        PROTOCOL,
+        SMALL,
+        table(head, rows),
+        "",
+        VERDICTS,
+        *lacking(found),
+        *bases(found),
+        *wrapped(found),
+    ]
 
 
 def lacking(found: Cells) -> list[str]:
