@@ -51,7 +51,7 @@ def _panel(
     ax: Any, found: Cells, tasks: list[str], methods: list[str], value: Callable[[Cell], float]
 ) -> None:
     for index, task in enumerate(tasks):
-        shift = 0.17 * (index - (len(tasks) - 1) / 2)
+        shift = 0.7 * ((index + 0.5) / len(tasks) - 0.5)  # a method's marks stay within its row
         known = [(row, value(found[task, name])) for row, name in enumerate(methods) if (task, name) in found]
         points = [(x, row - shift) for row, x in known if math.isfinite(x)]
         lost = [row - shift for row, x in known if math.isinf(x)]
