@@ -12,6 +12,7 @@ import typer
 
 from proxprop.lab import devices
 from proxprop.lab.commands.console import say
+from proxprop.lab.commands.options import MOST
 from proxprop.lab.data import folders
 from proxprop.lab.peers import protocol
 from proxprop.lab.peers.go import Tell, go, line, once
@@ -19,9 +20,6 @@ from proxprop.lab.peers.methods import METHODS
 from proxprop.lab.peers.store import Store
 from proxprop.lab.peers.tasks import TASKS
 from proxprop.lab.refusal import Refused, one_of
-
-MOST = 9999
-"""Trials and seeds that anyone could wait for."""
 
 WAYS = ("eager", "compile", "graph")
 """How a step can be run; on a CPU compilation would take longer than all the timing, so it has to be asked for."""

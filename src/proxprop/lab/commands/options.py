@@ -23,7 +23,10 @@ Download = Annotated[
     bool, typer.Option("--download", help="Fetch the dataset if it is not there (checked by SHA-256).")
 ]
 Epochs = Annotated[int | None, typer.Option(help="Passes over the training samples [10].")]
-Seeds = Annotated[int, typer.Option(min=1, max=9999, help="Seeds per run; the tables then show a spread.")]
+MOST = 9999
+"""Seeds and trials that anyone could wait for."""
+
+Seeds = Annotated[int, typer.Option(min=1, max=MOST, help="Seeds per run; the tables then show a spread.")]
 Out = Annotated[Path, typer.Option(help="Folder for runs and report.")]
 
 
