@@ -15,7 +15,7 @@ from proxprop.deferred.observing import Attachment, Cluster, Pair, Passes
 from proxprop.deferred.owners import settle
 from proxprop.deferred.preconditioner import RowSolve, Solve, absolute_form
 from proxprop.deferred.reduction import Ranks, Reduction
-from proxprop.deferred.writer import Directions, direct
+from proxprop.deferred.writer import Directions, write_direction
 from proxprop.nn import ProximalLayer
 from proxprop.torch_internals import backward_pass, in_transform
 
@@ -172,7 +172,7 @@ class Attached(Joinable):
             for system in cluster.systems:
                 if (rows := system.take_rows()) is not None:
                     cluster.watch.refuse_mixed()
-                    direct(system, RowSolve(rows, system.layer._settings))
+                    write_direction(system, RowSolve(rows, system.layer._settings))
                     cluster.watch.note_solved()
 
     def _average(

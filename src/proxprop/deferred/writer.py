@@ -14,10 +14,10 @@ length is shared by all outputs, the gradient is solved as a whole, by the rank 
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from proxprop.backward import no_autocast
 from proxprop.deferred.collectives import Group, Shards
@@ -42,7 +42,6 @@ from proxprop.transfer import (
     Affine,
     BilinearTransfer,
     ConvTransfer,
-    Layout,
     LinearTransfer,
     NormTransfer,
 )
@@ -99,7 +98,7 @@ class Directions:
         """Turn gradients on this rank alone, alike layers together."""
         if not self._kept:
             for pair in pairs:
-                direct(*pair)
+                write_direction(*pair)
             return
         key = tuple([id(operator) for _, operator in pairs])  # not reused, as a plan holds its operators
         plan = self._plans.get(key)
@@ -148,7 +147,7 @@ def _turn_shards(group: Group, clusters: Sequence[Cluster], mine: Sequence[Pair]
     shards = [Shards(group, torch.empty(0, dtype=t, device=d), owned) for (t, d), owned in alike.items()]
     whole = {p: gradient for each in shards for p, gradient in each.gathered().items()}
     for pair in mine:
-        direct(*pair, whole)
+        write_direction(*pair, whole)
     for each in shards:
         each.scatter(whole)
 
@@ -198,13 +197,13 @@ class Plan:
                 ready.append((stack, gradients))
                 continue
             for equation, operator in stack.pairs:
-                direct(equation, operator)
+                write_direction(equation, operator)
         if len(ready) == len(self.stacks) and self._is_replayed(ready):
             self._replay(ready)
         else:
             _turn(ready)
         for pair in self.alone:
-            direct(*pair)
+            write_direction(*pair)
 
     def _is_replayed(self, ready: Sequence[tuple["Stack", list[Tensor]]]) -> bool:
         """Whether the host would take longer to launch the products than to copy all gradients."""
@@ -339,18 +338,7 @@ Whole = Mapping[Tensor, Tensor]
 """Gradients of sharded parameters in whole."""
 
 
-class Piece(NamedTuple):
-    """What this rank solves of a block: its shape, and its gradient where there is one."""
-
-    shape: torch.Size
-    gradient: Tensor | None
-
-
-Share = tuple[Sequence[Piece | None], Layout, slice]
-"""What this rank solves of a system: its pieces, how they lie in the system, and the entries of a diagonal S."""
-
-
-def direct(equation: Equation, operator: Operator | RowSolve, whole: Whole | None = None) -> None:
+def write_direction(equation: Equation, operator: Operator | RowSolve, whole: Whole | None = None) -> None:
     """Turn the gradients of an equation's parameters into its direction, in place.
 
     Args:
@@ -358,69 +346,48 @@ def direct(equation: Equation, operator: Operator | RowSolve, whole: Whole | Non
         operator: what to apply to B.
         whole: tensors that hold B instead, where parameters are sharded.
     """
-    pieces, layout, entries = share(equation, whole)
-    if DIAGONAL in layout.spaces:
+    if DIAGONAL in equation.layout.spaces:
         assert isinstance(operator, Solve)
-        _rescale(equation.trained[0], pieces[0], operator.scale()[0, entries])
+        _rescale(equation.trained[0].parameter, operator, whole)
         return
-    B = layout.to_features(tuple(_read(p, operator.kept) if p is not None else None for p in pieces))
+    blocks, like = equation.trained_blocks, operator.kept
+    gradients = [_gradient(block, whole) if block is not None else None for block in blocks]
+    shapes = [g.shape if g is not None else None for g in gradients]
+    # shards are systems of their own, with fewer outputs
+    layout = equation.layout if shapes == equation.shapes else equation.layout_of(shapes)
+    wide = torch.promote_types(like.dtype, torch.float32)
+    B = layout.to_features(tuple([g.to(like.device, wide) if g is not None else None for g in gradients]))
     with no_autocast(B.device.type):
         solution = operator.apply(B)
     equation.layer._note_failure(solution.failed)
-    for piece, direction in zip(pieces, layout.from_features(solution.value), strict=True):
-        if piece is not None and piece.gradient is not None:
+    for gradient, direction in zip(gradients, layout.from_features(solution.value), strict=True):
+        if gradient is not None:
             assert direction is not None
-            piece.gradient.copy_(direction)
+            gradient.copy_(direction)
 
 
-def _read(piece: Piece, like: Tensor) -> Tensor:
-    """A gradient where S is and in its precision; zero where nothing reached the block."""
-    shape, gradient = piece
-    wide = torch.promote_types(like.dtype, torch.float32)
-    return like.new_zeros(shape, dtype=wide) if gradient is None else gradient.to(like.device, wide)
+def _gradient(block: Block, whole: Whole | None) -> Tensor:
+    """What this rank solves of a block: the gradient in whole, or its shard; zeros where none came."""
+    parameter = block.parameter
+    gradient = whole[parameter] if whole is not None else parameter.grad
+    gradient = local(gradient if gradient is not None else torch.zeros_like(parameter))
+    return gradient if block.whole else gradient[block.start : block.stop]
 
 
-def _rescale(block: Block, piece: Piece | None, scale: Tensor) -> None:
-    """Multiply every entry of a table's gradient by its scale."""
-    gradient = piece.gradient if piece is not None else None
+def _rescale(table: nn.Parameter, operator: Solve, whole: Whole | None) -> None:
+    """Multiply every row of a table's gradient by its scale."""
+    gradient, scale = whole[table] if whole is not None else table.grad, operator.scale()[0]
     if gradient is None:
         return
+    if mesh_of(gradient) is not None:
+        rows, *_ = box(table, gradient.device_mesh.get_coordinate())
+        gradient, scale = local(gradient), scale[rows]
     if not gradient.is_sparse:
         gradient.mul_(scale[:, None].to(gradient.device))
         return
     coalesced = gradient.coalesce()
     index, values = coalesced.indices(), coalesced.values()
     values = (values * scale[index[0]][:, None]).to(values.dtype)
-    block.parameter.grad = torch.sparse_coo_tensor(
+    table.grad = torch.sparse_coo_tensor(
         index, values, gradient.shape, is_coalesced=True, check_invariants=False
     )
-
-
-def share(equation: Equation, whole: Whole | None = None) -> Share:
-    """The outputs of a system that this rank solves: all of them, unless its parameters are spread over ranks."""
-    blocks, layout = equation.trained_blocks, equation.layout
-    trained = [block.parameter for block in equation.trained]
-    mesh = next((mesh_of(p) for p in trained if mesh_of(p) is not None), None)
-    if mesh is None:
-        return [Piece(b.shape, b.gradient) if b is not None else None for b in blocks], layout, slice(None)
-    if whole is None and mesh.size() == 1:
-        whole = {p: local(p.grad) for p in trained if p.grad is not None}
-    if whole is not None:
-        return [_within(b, whole) if b is not None else None for b in blocks], layout, slice(None)
-    own = [_shard(b.parameter) if b is not None else None for b in blocks]
-    if DIAGONAL in layout.spaces:
-        rows, *_ = box(trained[0], mesh.get_coordinate())
-        return own, layout, rows
-    shapes = [piece.shape if piece is not None else None for piece in own]
-    return own, equation.layout_of(shapes), slice(None)
-
-
-def _within(block: Block, whole: Whole) -> Piece:
-    """A block's rows of a whole gradient."""
-    gradient = whole.get(block.parameter)
-    return Piece(block.shape, gradient[block.start : block.stop] if gradient is not None else None)
-
-
-def _shard(parameter: Tensor) -> Piece:
-    """What this rank holds of a parameter."""
-    return Piece(local(parameter).shape, local(parameter.grad) if parameter.grad is not None else None)
