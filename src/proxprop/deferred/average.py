@@ -15,14 +15,12 @@ from proxprop.deferred.equation import Equation, Term, join, total
 from proxprop.deferred.layouts import BlockLayout
 from proxprop.deferred.observing import Cluster, Pair
 from proxprop.deferred.preconditioner import (
-    Due,
     Form,
     Operator,
     absolute_form,
-    describe,
-    empty,
-    made,
+    fill,
     relative_form,
+    room,
 )
 from proxprop.deferred.writer import bring_operators, plain
 from proxprop.torch_internals import add_all, multiply_all, norms
@@ -172,7 +170,7 @@ class Averages:
                 if system in self.averages:
                     self.averages[system] = self.averages[system].to("meta")
             if cluster.way == "gradient":
-                cluster.keep(self._empty_pairs(cluster))
+                self._make_room(cluster, self._joined(cluster))
 
     def take_in(self, steps: Mapping[Cluster, Sequence[Term]], resting: Iterable[Cluster]) -> None:
         """Take in S of an observed step, and make operators anew, on all ranks that keep them, where it is time.
@@ -241,35 +239,32 @@ class Averages:
 
     def _invert(self, clusters: Mapping[Cluster, Tensor | None]) -> None:
         """Make the operators of clusters anew, given each one's number of samples in this step."""
-        before = {equation.identity: operator for c in clusters for equation, operator in c.pairs}
-        due = [(c, term, samples) for c, samples in clusters.items() for term in self._joined(c)]
-        asked = (
-            Due(
-                self._form(term, samples),
-                term.equation.layer._settings.solver,
-                before.get(term.equation.identity),
-            )
-            for cluster, term, samples in due
-            if cluster.mine
-        )
-        found = iter(made(asked, self.running.inverse_dtype))
-        for cluster in clusters:
-            cluster.keep([])
-        for cluster, term, _ in due:
-            equation = term.equation
-            if not cluster.mine:
-                cluster.pairs.append((equation, self._received(cluster, term, before.get(equation.identity))))
-                continue
-            operator, failed = next(found)
-            cluster.pairs.append((equation, operator))
-            equation.layer._note_failure(failed)
+        asked: list[tuple[Operator, Term, Tensor | None]] = []
+        for cluster, samples in clusters.items():
+            terms = [*self._joined(cluster)]
+            self._make_room(cluster, terms)
+            if cluster.mine:
+                asked += [(pair[1], term, samples) for pair, term in zip(cluster.pairs, terms, strict=True)]
+        failures = fill((operator, self._form(term, samples)) for operator, term, samples in asked)
+        for (_, term, _), failed in zip(asked, failures, strict=True):
+            term.equation.layer._note_failure(failed)
 
-    def _received(self, cluster: Cluster, term: Term, before: Operator | None) -> Operator:
-        """An operator that the owner's is to be copied into: the one before, if it fits."""
-        fresh = self._empty(cluster, term)
-        if before is None or describe(before.kept) != describe(fresh.kept):
-            return fresh
-        return before
+    def _make_room(self, cluster: Cluster, terms: Iterable[Term]) -> None:
+        """Room for a cluster's operators: the ones before, or zeros; without memory where another rank holds them."""
+        before = {equation.identity: operator for equation, operator in cluster.pairs}
+        device = cluster.device if cluster.mine or cluster.way == "inverse" else torch.device("meta")
+        pairs: list[Pair] = []
+        for term in terms:
+            shape, equation = term.to("meta"), term.equation
+            operator = room(
+                self._form(shape, shape.samples),
+                equation.layer._settings.solver,
+                self.running.inverse_dtype,
+                device,
+                before.get(equation.identity),
+            )
+            pairs.append((equation, operator))
+        cluster.keep(pairs)
 
     def _form(self, term: Term, samples: Tensor | None) -> Form:
         assert term.samples is not None
@@ -281,18 +276,7 @@ class Averages:
         assert samples is not None
         return absolute_form(C.mul_(samples), samples, term.equation.layer._settings)
 
-    def _empty_pairs(self, cluster: Cluster) -> list[Pair]:
-        """Operators that hold zeros, for what was saved to be copied into."""
-        return [(term.equation, self._empty(cluster, term)) for term in self._joined(cluster)]
-
-    def _empty(self, cluster: Cluster, term: Term) -> Operator:
-        """An operator that holds zeros; or has no memory, where another rank holds it."""
-        here = cluster.mine or cluster.way == "inverse"
-        device = cluster.device if here else torch.device("meta")
-        solver = term.equation.layer._settings.solver
-        return empty(self._form(term, term.samples), solver, self.running.inverse_dtype, device)
-
-    def _make_room(self, cluster: Cluster, names: Iterable[str]) -> None:
+    def _start(self, cluster: Cluster, names: Iterable[str]) -> None:
         """Start averages of the systems of these names with zeros, for what was saved to be copied into."""
         for system in cluster.systems:
             if system.name not in names or system in self.averages or not system.trained:
@@ -321,9 +305,9 @@ class Averages:
         """
         for cluster in self.clusters:
             if not any(system in self.averages for system in cluster.systems):
-                self._make_room(cluster, [system.name for system in cluster.systems if system.usual])
+                self._start(cluster, [system.name for system in cluster.systems if system.usual])
             if not cluster.pairs:
-                cluster.keep(self._empty_pairs(cluster))
+                self._make_room(cluster, self._joined(cluster))
             yield f"{cluster.name}.steps", torch.tensor(cluster.steps), cluster, False
             for system in cluster.systems:
                 if system in self.averages:
@@ -350,8 +334,8 @@ class Averages:
             for system in cluster.systems if cluster.mine else ():
                 if system.name not in saved:
                     self.averages.pop(system, None)
-            self._make_room(cluster, saved)
-            cluster.keep(self._empty_pairs(cluster))
+            self._start(cluster, saved)
+            self._make_room(cluster, self._joined(cluster))
         expected = set[str]()
         for name, tensor, cluster, owned in self._entries():
             expected.add(name)

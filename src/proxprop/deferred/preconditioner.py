@@ -62,7 +62,7 @@ def relative_form(S: Tensor, damping: float, features: int, blocks: int = 1) -> 
     return Form(S, damping, 1 + damping)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Solve:
     """Asks the solver.
 
@@ -118,54 +118,74 @@ Operator = Solve | Inverse
 """`B -> factor·(λI + M)⁻¹B`, for many steps; `kept` is the matrix that it holds."""
 
 
-class Due(NamedTuple):
-    """An operator to be made: its system, its solver, and the one made before, which is written over if it can be."""
+def room(
+    form: Form,
+    solver: Solver,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    before: Operator | None = None,
+) -> Operator:
+    """An operator to be filled: an inverse for `Exact`, else what the solver is asked with.
 
-    form: Form
-    solver: Solver
-    before: Operator | None
+    Args:
+        form: as it will be filled with; M may have no memory.
+        solver: the layer's.
+        dtype: the precision that inverses are kept in; None for that of M.
+        device: where to keep it.
+        before: the operator that was filled last. The new one is in its place if it fits there, because a CUDA graph
+            of a step goes on reading it; else it holds zeros.
+    """
+    kind = Inverse if isinstance(solver, Exact) and form.M.dim() == 3 else Solve
+    dtype = dtype if dtype is not None and kind is Inverse else form.M.dtype
+    fits = type(before) is kind and _layout(before.kept) == (form.M.shape, dtype, device)
+    if kind is Solve:
+        M = before.kept if before is not None and fits else torch.zeros_like(form.M, device=device)
+        return Solve(form._replace(M=M), solver)
+    if before is not None and fits:
+        return before
+    return Inverse(aligned(form.M, len(form.M), dtype, device).zero_())
 
 
-def made(due: Iterable[Due], dtype: torch.dtype | None) -> list[tuple[Operator, Tensor | None]]:
-    """Operators to be used many times: inverses for `Exact`, else what the solver is asked with.
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    """What two tensors have in common if one can be copied into the other's place."""
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def fill(asked: Iterable[tuple[Operator, Form]]) -> list[Tensor | None]:
+    """Make operators anew, each for its form.
 
     Small matrices of one size are inverted together, as groups of one system; large ones as they come, so that only
     one of them is held beside its average.
 
-    Args:
-        due: the operators to make.
-        dtype: the precision that inverses are kept in; None for that of M.
-
     Returns:
-        Each operator, and for each of its groups whether it failed to be made, where that can be.
+        For each operator, whether it failed to be made for each of its groups, where that can be.
     """
-    found: dict[int, tuple[Operator, Tensor | None]] = {}
-    small: dict[tuple[object, ...], dict[int, Due]] = {}
-    for place, each in enumerate(due):
-        form, solver, before = each
-        if not isinstance(solver, Exact) or form.M.dim() == 2:
-            found[place] = Solve(form, solver), None
+    failed: list[Tensor | None] = []
+    small: dict[tuple[object, ...], dict[int, tuple[Operator, Form]]] = {}
+    for place, (operator, form) in enumerate(asked):
+        failed.append(None)
+        if isinstance(operator, Solve):
+            operator.kept.copy_(form.M)
         elif form.M.shape[-1] > tuning.INVERTED_TOGETHER_MOST_ROWS:
-            X, failed = inverse(form.M, form.damping)
-            found[place] = _kept(X.mul_(form.factor), before, dtype), failed
+            (failed[place],) = _invert([(operator, form)])
         else:
             alike = form.M.shape[1:], form.M.dtype, form.M.device, form.damping, form.factor
-            small.setdefault(alike, {})[place] = each
-    for group in small.values():
-        forms = [each.form for each in group.values()]
-        X, failed = inverse(torch.cat([form.M for form in forms]), forms[0].damping)
-        X.mul_(forms[0].factor)
-        sizes = [len(form.M) for form in forms]
-        for (place, each), own, flag in zip(group.items(), X.split(sizes), failed.split(sizes), strict=True):
-            found[place] = _kept(own, each.before, dtype), flag
-    return [found[place] for place in range(len(found))]
+            small.setdefault(alike, {})[place] = operator, form
+    for members in small.values():
+        for place, flag in zip(members, _invert([*members.values()]), strict=True):
+            failed[place] = flag
+    return failed
 
 
-def empty(form: Form, solver: Solver, dtype: torch.dtype | None, device: torch.device) -> Operator:
-    """An operator that holds zeros, laid out as `made` does it, for what was saved or sent to be copied into."""
-    if isinstance(solver, Exact) and form.M.dim() == 3:
-        return Inverse(aligned(form.M, len(form.M), dtype or form.M.dtype, device).zero_())
-    return Solve(form._replace(M=torch.zeros_like(form.M, device=device)), solver)
+def _invert(members: Sequence[tuple[Operator, Form]]) -> list[Tensor]:
+    """Fill inverses of one size; returns each one's failures."""
+    forms = [form for _, form in members]
+    M = forms[0].M if len(forms) == 1 else torch.cat([form.M for form in forms])
+    X, failed = inverse(M, forms[0].damping)
+    sizes = [len(form.M) for form in forms]
+    for (operator, _), own in zip(members, X.mul_(forms[0].factor).split(sizes), strict=True):
+        operator.kept.copy_(own)
+    return list(failed.split(sizes))
 
 
 def borrowed(operator: Operator, device: torch.device) -> Operator:
@@ -184,22 +204,6 @@ def aligned(like: Tensor, groups: int, dtype: torch.dtype, device: torch.device 
     _, rows, columns = like.shape
     size = groups, rows, round_up(columns, tuning.ALIGNED)
     return like.new_empty(size, dtype=dtype, device=device or like.device)[..., :columns]
-
-
-def _kept(X: Tensor, before: Operator | None, dtype: torch.dtype | None) -> Inverse:
-    """An inverse, where the one before was: a CUDA graph of a step goes on reading there."""
-    dtype = dtype or X.dtype
-    kept = before.kept if isinstance(before, Inverse) else None
-    if kept is None or describe(kept) != (X.shape, dtype, X.device):
-        return Inverse(aligned(X, len(X), dtype).copy_(X))
-    kept.copy_(X)
-    assert isinstance(before, Inverse)
-    return before
-
-
-def describe(tensor: Tensor) -> tuple[object, ...]:
-    """What two tensors have in common if one can be copied into the other's place."""
-    return tensor.shape, tensor.dtype, tensor.device
 
 
 def replayed(

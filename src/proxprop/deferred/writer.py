@@ -379,8 +379,8 @@ def _rescale(table: nn.Parameter, operator: Solve, whole: Whole | None) -> None:
     gradient, scale = whole[table] if whole is not None else table.grad, operator.scale()[0]
     if gradient is None:
         return
-    if mesh_of(gradient) is not None:
-        rows, *_ = box(table, gradient.device_mesh.get_coordinate())
+    if (mesh := mesh_of(gradient)) is not None:
+        rows, *_ = box(table, mesh.get_coordinate())
         gradient, scale = local(gradient), scale[rows]
     if not gradient.is_sparse:
         gradient.mul_(scale[:, None].to(gradient.device))
