@@ -7,7 +7,7 @@ from math import log2
 from scaling_shapes import Layers, Model
 
 from proxprop import Running
-from proxprop.deferred.owners import Load, Spread, assign, moved, routes, turns
+from proxprop.deferred.owners import Load, assign, moved, routes, turns
 
 NUMBER = 4
 """Bytes of a float32, in which S is kept, sent and solved."""
@@ -229,15 +229,16 @@ class Shared:
     given: Sequence[Load]
     owners: Sequence[int]
     near: Sequence[bool]
-    spread: Spread
+    ranks: int
+    shards: int
     running: Running | None
 
     @classmethod
-    def of(cls, model: Model, running: Running | None, spread: Spread) -> "Shared":
+    def of(cls, model: Model, running: Running | None, ranks: int, shards: int) -> "Shared":
         given = loads(model, running)
-        ways = routes(given, spread, running.copies if running is not None else 0.0)
-        near = [route.way == "inverse" or spread.ranks == 1 for route in ways]
-        return cls(each(model), given, assign(given, spread.ranks), near, spread, running)
+        ways = routes(given, running.copies if running is not None else 0.0, ranks, shards)
+        near = [route.way == "inverse" or ranks == 1 for route in ways]
+        return cls(each(model), given, assign(given, ranks), near, ranks, shards, running)
 
     def sent(self, what: str, near: bool) -> float:
         """Bytes of one kind, of layers whose inverse does or does not go to all ranks."""
@@ -249,7 +250,7 @@ class Shared:
         """Products with inverses: of all ranks' own outputs, and of owners with all outputs."""
         work = [terms.product(2.0 * layer.numbers * layer.outputs) for layer in self.layers]
         pairs = list(zip(work, self.owners, self.near, strict=True))
-        together = sum(seconds / self.spread.shards for seconds, _, near in pairs if near)
+        together = sum(seconds / self.shards for seconds, _, near in pairs if near)
         own = [(seconds, owner) for seconds, owner, near in pairs if not near]
         return together + longest([seconds for seconds, _ in own], [owner for _, owner in own])
 
@@ -263,7 +264,7 @@ class Shared:
 
     def sending(self, network: Network) -> dict[str, float]:
         """Seconds for inverses, and for gradients and directions."""
-        ranks, shards = self.spread.ranks, self.spread.shards
+        ranks, shards = self.ranks, self.shards
         if ranks == 1:
             return {}
         refresh = self.running.invert_every if self.running is not None else 1
@@ -277,20 +278,22 @@ class Shared:
     def traffic(self) -> float:
         """Bytes that a rank sends in a step beside S."""
         pairs = zip(self.given, self.near, strict=True)
-        total = sum(moved(load, "inverse" if near else "gradient", self.spread) for load, near in pairs)
-        return total / self.spread.ranks
+        total = sum(
+            moved(load, "inverse" if near else "gradient", self.ranks, self.shards) for load, near in pairs
+        )
+        return total / self.ranks
 
     def state(self) -> float:
         """Bytes on the fullest rank."""
         if self.running is None:
             return 0.0
-        copies = self.sent("copy", near=True) if self.spread.ranks > 1 else 0.0
+        copies = self.sent("copy", near=True) if self.ranks > 1 else 0.0
         return longest([load.held for load in self.given], self.owners) + copies
 
     def balance(self) -> tuple[float, float]:
         """Longest over mean, of inversions in a step and of what owners hold."""
         efforts, held = [load.effort for load in self.given], [load.held for load in self.given]
-        ranks = self.spread.ranks
+        ranks = self.ranks
         busiest = in_turns(efforts, self.owners, self.given)
         return ranks * busiest / sum(efforts), ranks * longest(held, self.owners) / sum(held)
 
@@ -316,7 +319,7 @@ def predict(
         rows: most samples that S is formed from; 0 for all.
     """
     plain = plain_flops(model) / terms.plain[model.like, model.precision]
-    shared = Shared.of(model, running, Spread(ranks, ranks if sharded else 1))
+    shared = Shared.of(model, running, ranks, shards=ranks if sharded else 1)
     observed = 1 / running.update_every if running is not None else 1.0
     system = NUMBER * system_numbers(model)
     width = 2 if model.precision == "bf16" else NUMBER
@@ -335,7 +338,7 @@ def predict(
         plain_waits=waits,
         gradient_bytes=gradient if ranks > 1 else 0.0,
         system_bytes=observed * system * (ranks - 1) / ranks + shared.traffic(),
-        plain_memory=16 * model.parameters / shared.spread.shards,
+        plain_memory=16 * model.parameters / shared.shards,
         state=shared.state(),
         passing=1.5 * max(squares) + system / ranks if ranks > 1 else sum(squares),
         balance=shared.balance(),

@@ -18,6 +18,7 @@ from proxprop.solvers import SAMPLE, Plan
 from proxprop.solvers.matmul import cast
 from proxprop.torch_internals import in_transform
 from proxprop.transfer import LayerCall, Parameters, Shapes, Transfer
+from proxprop.transfer.call import in_precision
 
 Observer = Callable[[Transfer, Tensor, Direction, Settings], None]
 """A callback for each solve, given the transfer, the output gradient G, the direction and the settings."""
@@ -55,8 +56,8 @@ class Task:
         takes_bfloat16 = output.is_cuda and self.call.kind.takes_bfloat16
         if takes_bfloat16 and {output.dtype, *(tensor.dtype for tensor in saved)} == {torch.bfloat16}:
             return self.call.transfer(saved, output, shapes), output
-        output = cast(output, precision(output, *saved))
-        return self.call.transfer(_floats(saved, output.dtype), output, shapes), output
+        output = cast(output, device.precision(output, *saved))
+        return self.call.transfer(in_precision(saved, output.dtype), output, shapes), output
 
     def plan(self, inputs: Sequence[Tensor], output: Tensor, parameters: Sequence[Tensor | None]) -> Plan:
         """The plan that backward will follow for this call."""
@@ -92,7 +93,7 @@ class Task:
 
         That can take several times as long, so it is for what is rare, and not for a GPU, which would have to wait.
         """
-        transfer = self.call.transfer(_floats(saved, torch.float64), G.double(), shapes)
+        transfer = self.call.transfer(in_precision(saved, torch.float64), G.double(), shapes)
         settings = most_precise(transfer, self.settings)
         if G.dtype == torch.float64 and settings == self.settings:
             return spoilt
@@ -144,7 +145,7 @@ class Proximal(torch.autograd.Function):
         """Return G for the output and D for the parameters."""
         task: Task = ctx.task
         refuse_second_derivative(task.layer)
-        with no_autocast(G.device.type):
+        with device.no_autocast(G.device.type):
             saved = ctx.saved_tensors
             if task.side is not None:
                 task.side.hold(G, *saved)
@@ -165,9 +166,9 @@ def prepare_early(ctx: Any) -> None:
     In feature space S is a product over many samples, which would delay the start of the backward pass.
     """
     task, saved, (shape, dtype) = ctx.task, ctx.saved_tensors, ctx.output
-    device = saved[0].device
-    with torch.no_grad(), no_autocast(device.type), task.side.after_current():
-        output = torch.empty((), dtype=dtype, device=device).expand(shape)
+    where = saved[0].device
+    with torch.no_grad(), device.no_autocast(where.type), task.side.after_current():
+        output = torch.empty((), dtype=dtype, device=where).expand(shape)
         transfer, _ = task.transfer(saved, output, trained_shapes(ctx))
         if transfer.sizes.features and planned(transfer, task.settings).space == SAMPLE:
             task.side.keep(prepare(transfer, task.settings, output))
@@ -194,39 +195,6 @@ def attach_direction(
     if 0 < output.numel() <= tuning.PREPARED_MOST_ROWS * output.shape[-1]:  # they are all held at once
         side.expect(token.grad_fn, prepare_early)
     return side.fork(output, token)
-
-
-def as_transfer(
-    call: LayerCall, inputs: Sequence[Tensor], output: torch.Size, shapes: Shapes, dtype: torch.dtype
-) -> Transfer:
-    """The transfer of a call with an output of this shape, for S in this precision."""
-    inputs = for_sums(call, inputs, dtype)
-    dtype = torch.bfloat16 if inputs[0].dtype == torch.bfloat16 else dtype
-    return call.transfer(inputs, inputs[0].new_empty((), dtype=dtype).expand(output), shapes)
-
-
-def for_sums(call: LayerCall, inputs: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    """The inputs of a call, for S in this precision; a GPU does not cast bfloat16."""
-    short = inputs[0].is_cuda and call.kind.takes_bfloat16 and dtype == torch.float32
-    if short and all(tensor.dtype == torch.bfloat16 for tensor in inputs):
-        return inputs
-    return _floats(inputs, dtype)
-
-
-def _floats(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Floating tensors in this precision, others as they are."""
-    return [cast(tensor, dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
-
-
-def precision(*tensors: Tensor) -> torch.dtype:
-    """The precision to solve in: float64 where anything is, else float32."""
-    return torch.float64 if torch.float64 in [tensor.dtype for tensor in tensors] else torch.float32
-
-
-def no_autocast(device: str) -> Any:
-    """A context without autocast; the meta device has none to switch off."""
-    on = device != "meta" and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
 def refuse_second_derivative(layer: str) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from proxprop.backward import Task, no_autocast, precision
+from proxprop.backward import Task
+from proxprop.device import no_autocast, precision
 from proxprop.failures import FailureWarner
 from proxprop.settings import Settings
 from proxprop.solvers import CG, Exact, Solver

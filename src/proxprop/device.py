@@ -5,11 +5,11 @@ graph, under a dispatch mode) is a function here.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -133,6 +133,17 @@ def round_up(size: int, unit: int) -> int:
         (16, 8)
     """
     return -(-size // unit) * unit
+
+
+def precision(*tensors: Tensor) -> torch.dtype:
+    """The precision to solve in: float64 where anything is, else float32."""
+    return torch.float64 if torch.float64 in [tensor.dtype for tensor in tensors] else torch.float32
+
+
+def no_autocast(device: str) -> Any:
+    """A context without autocast; the meta device has none to switch off."""
+    on = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
 @cache

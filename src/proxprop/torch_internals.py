@@ -147,9 +147,8 @@ def without_owning(tensor: Tensor) -> Tensor:
 # Many ranks
 
 
-def active_ddp() -> Any:
-    """The DistributedDataParallel whose forward is running. Without it, immediate mode does not warn of it."""
-    return nn.parallel.DistributedDataParallel._get_active_ddp_module()
+active_ddp: Callable[[], Any] = nn.parallel.DistributedDataParallel._get_active_ddp_module
+"""The DistributedDataParallel whose forward is running. Without it, immediate mode does not warn of it."""
 
 
 def sharded_modules() -> list[nn.Module]:

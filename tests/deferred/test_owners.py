@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxprop import Running
-from proxprop.deferred.owners import Load, Spread, assign, moved, routes
+from proxprop.deferred.owners import Load, assign, moved, routes
 
 LOADS = st.lists(
     st.builds(
@@ -55,12 +55,12 @@ def test_no_rank_holds_much_more_than_the_mean_and_one_layer(loads: list[Load], 
 def test_the_way_with_fewer_bytes_is_taken_as_long_as_copies_fit(
     loads: list[Load], shards: int, replicas: int, copies: int
 ) -> None:
-    spread = Spread(shards * replicas, shards)
-    found = routes(loads, spread, copies)
+    ranks = shards * replicas
+    found = routes(loads, copies, ranks, shards)
     assert sum(load.copy for load, r in zip(loads, found, strict=True) if r.way == "inverse") <= copies
     room = copies - sum(load.copy for load, r in zip(loads, found, strict=True) if r.way == "inverse")
     for load, route in zip(loads, found, strict=True):
-        inverse, gradient = moved(load, "inverse", spread), moved(load, "gradient", spread)
+        inverse, gradient = moved(load, "inverse", ranks, shards), moved(load, "gradient", ranks, shards)
         assert route.bytes == (inverse if route.way == "inverse" else gradient)
         assert route.way == "gradient" or inverse < gradient
         if route.way == "gradient" and inverse < gradient:
@@ -70,17 +70,17 @@ def test_the_way_with_fewer_bytes_is_taken_as_long_as_copies_fit(
 
 def test_bound_layers_go_their_only_way_whatever_it_moves() -> None:
     load = Load("a", held=1, matrix=1, gradient=100, bound="because", only="gradient")
-    (route,) = routes([load], Spread(2), copies=1e9)
+    (route,) = routes([load], copies=1e9, ranks=2)
     assert (route.way, route.bytes, route.why) == ("gradient", 100.0, "because")
 
 
 def test_one_rank_moves_nothing() -> None:
     load = Load("a", held=1, matrix=10, gradient=100)
-    assert moved(load, "inverse", Spread(1)) == moved(load, "gradient", Spread(1)) == 0
+    assert moved(load, "inverse", ranks=1) == moved(load, "gradient", ranks=1) == 0
 
 
 def test_a_route_says_why() -> None:
-    (route,) = routes([Load("a", held=1, matrix=100, gradient=10)], Spread(3), copies=1e9)
+    (route,) = routes([Load("a", held=1, matrix=100, gradient=10)], copies=1e9, ranks=3)
     assert route.why == "its gradient and direction move 20 B a step, its inverse would 200 B"
 
 

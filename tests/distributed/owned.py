@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import proxprop
 from proxprop import Running
-from proxprop.deferred.owners import Spread, load_of, moved
+from proxprop.deferred.owners import load_of, moved
 
 EVERY = Running(decay=0.8, update_every=1, invert_every=1)
 TENTH = Running(decay=0.8, update_every=10, invert_every=10)
@@ -53,10 +53,10 @@ def as_said(kind: str, way: str) -> None:
     for _ in range(4):
         take_step(run, share(whole("deep")), "")
     ranks = dist.get_world_size()
-    spread = Spread(ranks, ranks if kind == "fsdp" else 1)
+    shards = ranks if kind == "fsdp" else 1
     clusters = run[2].clusters
     routed = sum(c.route.bytes for c in clusters)
-    assert routed == sum(moved(load_of(c, running), c.way, spread) for c in clusters)
+    assert routed == sum(moved(load_of(c, running), c.way, ranks, shards) for c in clusters)
     S = 2 * (ranks - 1) * sum(load_of(c, running).matrix for c in clusters)
     assert {c.way for c in clusters} == {way}, [c.route for c in clusters]
     for cluster in clusters:

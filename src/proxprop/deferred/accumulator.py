@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from proxprop import device
-from proxprop.backward import as_transfer, for_sums, no_autocast, precision
 from proxprop.deferred.equation import Equation, equation_of
 from proxprop.deferred.layouts import BlockLayout
 from proxprop.deferred.preconditioner import rows_pay
+from proxprop.device import no_autocast, precision
 from proxprop.distributed import mesh_of, several_ranks
 from proxprop.nn.layer import Part, ProximalLayer
 from proxprop.solvers import DIAGONAL
@@ -163,12 +163,14 @@ class Call:
         """The rows of a linear layer `[samples, features]`, without the column of ones."""
         (input,), dtype = inputs, self.leaves[0].dtype
         if input.dtype != dtype:
-            (input,) = for_sums(self.system.call, inputs, dtype)
+            (input,) = self.system.call.for_sums(inputs, dtype)
         return input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
 
     def transfer(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Transfer:
         """The call as a linear map."""
-        return as_transfer(self.system.call, inputs, torch.Size(shape), self.shapes, self.leaves[0].dtype)
+        return self.system.call.transfer_for_sums(
+            inputs, torch.Size(shape), self.shapes, self.leaves[0].dtype
+        )
 
 
 class Inputs:

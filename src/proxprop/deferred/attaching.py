@@ -8,7 +8,6 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from proxprop.backward import precision
 from proxprop.conversion import check_module, last_layer
 from proxprop.deferred.average import Running
 from proxprop.deferred.equation import components, equation_of, why_not_joint
@@ -16,6 +15,7 @@ from proxprop.deferred.handle import Attached
 from proxprop.deferred.observing import Attachment
 from proxprop.deferred.owners import in_units
 from proxprop.deferred.preconditioner import products_with_rows, rows_pay, rows_space
+from proxprop.device import precision
 from proxprop.nn import ProximalLayer, by_default
 from proxprop.nn.layer import Part
 from proxprop.solvers import DIAGONAL, FEATURE, Plan

@@ -186,8 +186,9 @@ class Averages:
             **{c: samples.get(c) for c in steps if c in started or self._has_its_turn(c)},
             **{c: None for c in resting if self._has_its_turn(c)},
         }
-        self._invert(due)
-        bring_operators({cluster: cluster.pairs for cluster in due if cluster.way == "inverse"})
+        if due:
+            self._invert(due)
+            bring_operators({cluster: cluster.pairs for cluster in due if cluster.way == "inverse"})
 
     def _has_its_turn(self, cluster: Cluster) -> bool:
         return cluster.steps % self.running.invert_every == cluster.turn

@@ -127,24 +127,24 @@ def by_group(clusters: Iterable[Cluster]) -> list[tuple[Group, list[Cluster]]]:
     return list(found.items())
 
 
-NONE = -1
-"""Stands for a gradient that is not there, where others have a number."""
+Mark = tuple[int, int] | None
+"""How often a gradient was written to, and where it lies: DDP may put it elsewhere, where writes are counted anew."""
 
 
 class Passes:
     """The backward passes of a model: what they came to is looked at when they end, in one call for all layers."""
 
     def __init__(self) -> None:
-        self._task, self._noticed = -1, list[tuple[Watch, list[int], bool]]()
+        self._task, self._noticed = -1, list[tuple[Watch, list[Mark], bool]]()
 
-    def note(self, task: int, watch: "Watch", before: list[int], mixed: bool) -> None:
+    def note(self, task: int, watch: "Watch", before: list[Mark], mixed: bool) -> None:
         """The running pass has come to a cluster: its gradients before, and whether they hold a direction."""
         if task != self._task:
             self._task, self._noticed = task, []
             after_backward_pass(partial(self._end, self._noticed))
         self._noticed.append((watch, before, mixed))
 
-    def _end(self, noticed: list[tuple["Watch", list[int], bool]]) -> None:
+    def _end(self, noticed: list[tuple["Watch", list[Mark], bool]]) -> None:
         self._task = -1
         for watch, before, mixed in noticed:
             watch.note_pass(before, mixed)
@@ -177,8 +177,8 @@ class Watch:
         self._spread = any(mesh_of(p) is not None for p in self.parameters)
         self._task = -1
         self._summed = self._warned = self._mixed = False
-        self._seen = self._nothing = [NONE] * len(self.parameters)
-        self._solved = list[tuple[int, int]]()
+        self._seen: list[Mark] = [None] * len(self.parameters)
+        self._solved = list[Mark]()
         self._hooks: dict[int, tuple[Any, Tensor]] = {}
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
@@ -246,10 +246,10 @@ class Watch:
 
     def _was_added_to(self, parameter: Tensor) -> bool:
         """Whether all that was done to a gradient since the last solve is that backward passes added to it."""
-        for p, solved, now in zip(self.parameters, self._solved, self._current(), strict=False):
-            if p is parameter and now != NONE:
-                times = sum(other is p for other in self._arrived)
-                return solved == (now - times, self._place(p))
+        for p, solved, now in zip(self.parameters, self._solved, self._marks(), strict=False):
+            if p is parameter and now is not None:
+                count, place = now
+                return solved == (count - sum([other is p for other in self._arrived]), place)
         return False
 
     def notice(self, summed: bool = False) -> None:
@@ -266,9 +266,8 @@ class Watch:
             if system.holds:
                 self._forget_if_zeroed()
                 break
-        before, mixed = self._current(), False
-        if before != self._nothing:
-            mixed = self._holds_direction(before) or (self._mixed and before == self._seen)
+        before = self._marks()
+        mixed = any(before) and (self._holds_direction(before) or (self._mixed and before == self._seen))
         self._passes.note(task, self, before, mixed)
 
     def note_average(self) -> None:
@@ -288,22 +287,21 @@ class Watch:
 
     def note_solved(self) -> None:
         """The gradients hold the direction now."""
-        self._solved = list(zip(self._current(), map(self._place, self.parameters), strict=True))
+        self._solved = self._marks()
         self.waiting = False
 
     def holds_direction(self) -> bool:
         """Whether a gradient is surely still the direction of the last solve."""
-        return bool(self._solved) and self._holds_direction(self._current())
+        return bool(self._solved) and self._holds_direction(self._marks())
 
-    def _holds_direction(self, now: list[int]) -> bool:
-        found = zip(self.parameters, now, self._solved, strict=False)
-        return any(own != NONE and solved == (own, self._place(p)) for p, own, solved in found)
+    def _holds_direction(self, now: list[Mark]) -> bool:
+        return any(own is not None and own == solved for own, solved in zip(now, self._solved, strict=False))
 
     def _forget_if_zeroed(self) -> None:
         """Drop S if a gradient that belongs to it was set to None or to zero; the latter is decided on the device."""
-        seen, now = self._seen != self._nothing, self._current()
-        last = zip(self.parameters, self._seen, now, strict=True)
-        gradients = [(p.grad, then != own) for p, then, own in last if then != NONE or not seen]
+        last = zip(self.parameters, self._seen, self._marks(), strict=True)
+        seen = any(self._seen)
+        gradients = [(p.grad, then != own) for p, then, own in last if then is not None or not seen]
         # FSDP2 keeps gradients to itself until it averages them: there, None says nothing before the first was seen.
         none = not seen and not self._spread and all(g is None for g, _ in gradients)
         empty = any(g is not None and g.is_sparse and stored_entries(g) == 0 for g, _ in gradients)
@@ -319,10 +317,10 @@ class Watch:
             for system in self.systems:
                 system.clear_where(zeroed)
 
-    def note_pass(self, before: list[int], mixed: bool) -> None:
+    def note_pass(self, before: list[Mark], mixed: bool) -> None:
         """A backward pass has ended: remember the gradients that S belongs to, and whether they hold a direction."""
         self._task = -1
-        self._seen = self._current()
+        self._seen = self._marks()
         changed = self._seen != before
         counts = self._summed or (changed and self.cluster.resting)
         self._mixed = mixed and counts
@@ -338,19 +336,20 @@ class Watch:
                 stacklevel=2,
             )
 
-    def _current(self) -> list[int]:
-        """How often each gradient that is there was written to."""
+    def _marks(self) -> list[Mark]:
+        """What each gradient is known by; None where there is none."""
         if self._spread:
-            # A DTensor counts what it is asked to do, the tensor inside what FSDP2 and we do to that.
-            return [NONE if (g := p.grad) is None else writes(g) + writes(local(g)) for p in self.parameters]
-        return [NONE if (g := p.grad) is None else writes(g) for p in self.parameters]
+            return [_mark_of_shards(g) if (g := p.grad) is not None else None for p in self.parameters]
+        return [
+            (writes(g), 0 if g.is_sparse else g.data_ptr()) if (g := p.grad) is not None else None
+            for p in self.parameters
+        ]
 
-    def _place(self, parameter: Tensor) -> int:
-        """Where a gradient lies. DDP may put it elsewhere, where writes are counted anew."""
-        gradient = parameter.grad
-        if gradient is None or gradient.is_sparse:
-            return 0
-        return (local(gradient) if self._spread else gradient).data_ptr()
+
+def _mark_of_shards(gradient: Tensor) -> Mark:
+    """A DTensor counts what it is asked to do, the tensor inside what FSDP2 and we do to that."""
+    inside = local(gradient)
+    return writes(gradient) + writes(inside), inside.data_ptr()
 
 
 class Attachment:

@@ -61,19 +61,6 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Spread:
-    """How a batch and its model lie over ranks.
-
-    Attributes:
-        ranks: how many ranks share the batch.
-        shards: how many shards a parameter is cut into; 1 where each rank holds all of it.
-    """
-
-    ranks: int
-    shards: int = 1
-
-
-@dataclass(frozen=True)
 class Route:
     """How directions are made on all ranks from an inverse that one of them made.
 
@@ -140,7 +127,7 @@ def _burden(load: Load, effort: Counter[tuple[int, int]], held: list[int], limit
     return full, held[rank] if full else 0, effort[rank, load.turn], held[rank], rank
 
 
-def moved(load: Load, way: Way, spread: Spread) -> float:
+def moved(load: Load, way: Way, ranks: int, shards: int = 1) -> float:
     """Bytes that one way moves in a step, on average and over all ranks together.
 
     An inverse goes to all ranks but the owner. A gradient comes from the other shards of one copy of the model, and
@@ -148,47 +135,48 @@ def moved(load: Load, way: Way, spread: Spread) -> float:
 
     Example:
         >>> load = Load("a", held=0, matrix=800, gradient=100, refresh=10)
-        >>> moved(load, "inverse", Spread(4)), moved(load, "gradient", Spread(4))
+        >>> moved(load, "inverse", ranks=4), moved(load, "gradient", ranks=4)
         (240.0, 300.0)
-        >>> moved(load, "gradient", Spread(4, shards=4))
+        >>> moved(load, "gradient", ranks=4, shards=4)
         150.0
     """
-    others = spread.ranks - 1
+    others = ranks - 1
     if way == "inverse":
         return others * load.matrix / load.refresh
-    return (spread.shards - 1 + others) / spread.shards * load.gradient
+    return (shards - 1 + others) / shards * load.gradient
 
 
-def routes(loads: Sequence[Load], spread: Spread, copies: float) -> list[Route]:
+def routes(loads: Sequence[Load], copies: float, ranks: int, shards: int = 1) -> list[Route]:
     """The way that moves fewer bytes for each load, as long as copies of inverses fit.
 
     Args:
         loads: of all layers.
-        spread: over which ranks.
         copies: most bytes of copies of inverses on a rank; those that save most traffic for their memory come first.
+        ranks: how many share the batch.
+        shards: how many a parameter is cut into; 1 where each rank holds all of it.
 
     Example:
         >>> loads = [Load(name, 0, matrix=8, copy=16, gradient=100, refresh=10) for name in "ab"]
-        >>> for route in routes(loads, Spread(2), copies=20):
+        >>> for route in routes(loads, copies=20, ranks=2):
         ...     print(route.way, route.why)
         inverse its inverse moves 0.8 B a step, its gradient would 100 B
         gradient its inverse would move fewer bytes, but copies of inverses may take 20 B
     """
-    found = {i: _route(load, spread) for i, load in enumerate(loads)}
+    found = {i: _route(load, ranks, shards) for i, load in enumerate(loads)}
     free = [i for i, route in found.items() if route.way == "inverse" and not loads[i].bound]
-    saved = {i: moved(loads[i], "gradient", spread) - found[i].bytes for i in free}
+    saved = {i: moved(loads[i], "gradient", ranks, shards) - found[i].bytes for i in free}
     room = copies
     for i in sorted(free, key=lambda i: (-saved[i] / max(loads[i].copy, 1), i)):
         if loads[i].copy <= room:
             room -= loads[i].copy
             continue
         why = f"its inverse would move fewer bytes, but copies of inverses may take {in_units(copies)}"
-        found[i] = Route("gradient", moved(loads[i], "gradient", spread), why)
+        found[i] = Route("gradient", moved(loads[i], "gradient", ranks, shards), why)
     return [found[i] for i in range(len(loads))]
 
 
-def _route(load: Load, spread: Spread) -> Route:
-    inverse, gradient = (moved(load, way, spread) for way in ("inverse", "gradient"))
+def _route(load: Load, ranks: int, shards: int) -> Route:
+    inverse, gradient = (moved(load, way, ranks, shards) for way in ("inverse", "gradient"))
     if load.bound:
         return Route(load.only, inverse if load.only == "inverse" else gradient, load.bound)
     if inverse < gradient:
@@ -270,8 +258,8 @@ def settle(clusters: Sequence["Cluster"], ranks: "Ranks", running: "Running | No
         loads = [load_of(cluster, running, turn) for cluster, turn in zip(own, slots, strict=True)]
         refuse_different(group, loads)
         owners = assign(loads, group.ranks)
-        spread, copies = Spread(group.ranks, cuts(own[0].parameters[0])), running.copies if running else 0.0
-        ways = routes(loads, spread, copies)
+        copies = running.copies if running is not None else 0.0
+        ways = routes(loads, copies, group.ranks, cuts(own[0].parameters[0]))
         for cluster, turn, owner, route in zip(own, slots, owners, ways, strict=True):
             cluster.settle(turn, owner, route, group)
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from proxprop.backward import no_autocast
 from proxprop.deferred.collectives import Group, Shards
 from proxprop.deferred.equation import Block, Equation
 from proxprop.deferred.observing import Cluster, Pair, by_group
@@ -33,9 +32,9 @@ from proxprop.deferred.preconditioner import (
     replayed,
 )
 from proxprop.deferred.shards import box, local
-from proxprop.device import float32_products
+from proxprop.device import float32_products, no_autocast
 from proxprop.distributed import mesh_of
-from proxprop.replay import are_small, replays, size
+from proxprop.replay import are_small, replays
 from proxprop.solvers import DIAGONAL, Solution
 from proxprop.torch_internals import copy_all
 from proxprop.transfer import (
@@ -233,7 +232,7 @@ def _turn(ready: Sequence[tuple["Stack", list[Tensor]]]) -> None:
     for stack, own in ready:
         gradients += own
         directions += stack.directions(own)
-        if size(directions) >= TOGETHER_BYTES or stack is ready[-1][0]:
+        if sum([d.nbytes for d in directions]) >= TOGETHER_BYTES or stack is ready[-1][0]:
             copy_all(gradients, directions)
             gradients, directions = [], []
 

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from proxprop.solvers.matmul import cast
 from proxprop.transfer.affine import Affine
 from proxprop.transfer.norm import NormTransfer
 from proxprop.transfer.transfer import Shapes, Transfer
@@ -37,3 +39,23 @@ class LayerCall:
         if issubclass(self.kind, Affine) and shapes[0] is None:
             return NormTransfer.without_samples(shapes)
         return self.kind.without_samples(shapes, *self.options)
+
+    def for_sums(self, inputs: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+        """The inputs of this call, for S in this precision; a GPU does not cast bfloat16."""
+        short = inputs[0].is_cuda and self.kind.takes_bfloat16 and dtype == torch.float32
+        if short and all(tensor.dtype == torch.bfloat16 for tensor in inputs):
+            return inputs
+        return in_precision(inputs, dtype)
+
+    def transfer_for_sums(
+        self, inputs: Sequence[Tensor], output: torch.Size, shapes: Shapes, dtype: torch.dtype
+    ) -> Transfer:
+        """The transfer of this call with an output of this shape, for S in this precision."""
+        inputs = self.for_sums(inputs, dtype)
+        dtype = torch.bfloat16 if inputs[0].dtype == torch.bfloat16 else dtype
+        return self.transfer(inputs, inputs[0].new_empty((), dtype=dtype).expand(output), shapes)
+
+
+def in_precision(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Floating tensors in this precision, others as they are."""
+    return [cast(tensor, dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
