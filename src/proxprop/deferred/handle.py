@@ -17,7 +17,7 @@ from proxprop.deferred.preconditioner import RowSolve, Solve, absolute_form
 from proxprop.deferred.reduction import Ranks, Reduction
 from proxprop.deferred.writer import Directions, write_direction
 from proxprop.nn import ProximalLayer
-from proxprop.torch_internals import backward_pass, in_transform
+from proxprop.torch_internals import active_ddp, backward_pass, in_transform
 
 if TYPE_CHECKING:
     from proxprop.deferred.attaching import Choice
@@ -38,7 +38,8 @@ class BeforeForward:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_transform():
             return
         if self.handle is not None:
-            self.handle.reduction.notice()
+            if self.handle.reduction.ranks.wrapped or active_ddp() is not None:
+                self.handle.notice_ranks()
             for tie in tuple(self.handle.resting):
                 tie.check()
 
@@ -156,7 +157,7 @@ class Attached(Joinable):
                 resting.append(cluster)
         if self.averages is None:
             self._solve_rows(observed)
-        steps = self.reduction.summed(observed)
+        steps = self._summed(observed)
         for cluster in steps:
             cluster.watch.refuse_mixed()
         if self.averages is None:
@@ -165,6 +166,19 @@ class Attached(Joinable):
             self._average(self.averages, steps, resting)
         for cluster in (*steps, *resting):
             cluster.watch.note_solved()
+
+    def _summed(self, clusters: Iterable[Cluster]) -> dict[Cluster, list[Term]]:
+        """What was summed for clusters, where anything was; S has no memory where another rank owns it."""
+        found: dict[Cluster, list[Term]] = {}
+        shared: list[Cluster] = []
+        for cluster in clusters:
+            if cluster.group is not None:
+                shared.append(cluster)
+                continue
+            for system in cluster.systems:
+                if sums := system.take():
+                    found.setdefault(cluster, []).append(Term(system, *sums))
+        return found | self.reduction.summed(shared) if shared else found
 
     def _solve_rows(self, clusters: Iterable[Cluster]) -> None:
         """Solve for systems that have kept rows instead of S."""

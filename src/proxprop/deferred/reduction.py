@@ -178,17 +178,14 @@ class Reduction:
             self._round.reached(system)
 
     def summed(self, clusters: Iterable[Cluster]) -> dict[Cluster, list[Term]]:
-        """What was summed for clusters, where anything was; S has no memory where another rank owns it."""
+        """What ranks have summed for clusters that they share; S has no memory where another rank owns it."""
         systems = [system for cluster in clusters for system in cluster.systems]
         self._end_round()
-        self._send_now([system for system in systems if system.cluster.group is not None and system.leaves])
+        self._send_now([system for system in systems if system.leaves])
         self._arrive()
         found: dict[Cluster, list[Term]] = {}
         for system in systems:
-            sums = self._totals.pop(system, None)
-            if sums is None and system.cluster.group is None:
-                sums = system.take()
-            if sums:
+            if sums := self._totals.pop(system, None):
                 found.setdefault(system.cluster, []).append(Term(system, *sums))
         return found
 
