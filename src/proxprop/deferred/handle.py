@@ -15,7 +15,7 @@ from proxprop.deferred.observing import Attachment, Cluster, Pair, Passes
 from proxprop.deferred.owners import settle
 from proxprop.deferred.preconditioner import RowSolve, Solve, absolute_form
 from proxprop.deferred.reduction import Ranks, Reduction
-from proxprop.deferred.writer import Directions, write_direction
+from proxprop.deferred.writer import Directions
 from proxprop.nn import ProximalLayer
 from proxprop.torch_internals import active_ddp, backward_pass, in_transform
 
@@ -155,16 +155,17 @@ class Attached(Joinable):
             elif cluster.watch.look():
                 cluster.watch.refuse_mixed()
                 resting.append(cluster)
-        if self.averages is None:
-            self._solve_rows(observed)
-        steps = self._summed(observed)
-        for cluster in steps:
+        rows = {} if self.averages is not None else _solves_with_rows(observed)
+        steps = self._summed(cluster for cluster in observed if cluster not in rows)
+        for cluster in (*rows, *steps):
             cluster.watch.refuse_mixed()
         if self.averages is None:
-            self.directions.turn({c: _solves(terms) for c, terms in steps.items()}, set(), self._lends)
+            self.directions.write(
+                rows | {c: _solves(terms) for c, terms in steps.items()}, set(), self._lends
+            )
         elif steps or resting:
             self._average(self.averages, steps, resting)
-        for cluster in (*steps, *resting):
+        for cluster in (*rows, *steps, *resting):
             cluster.watch.note_solved()
 
     def _summed(self, clusters: Iterable[Cluster]) -> dict[Cluster, list[Term]]:
@@ -180,15 +181,6 @@ class Attached(Joinable):
                     found.setdefault(cluster, []).append(Term(system, *sums))
         return found | self.reduction.summed(shared) if shared else found
 
-    def _solve_rows(self, clusters: Iterable[Cluster]) -> None:
-        """Solve for systems that have kept rows instead of S."""
-        for cluster in clusters:
-            for system in cluster.systems:
-                if (rows := system.take_rows()) is not None:
-                    cluster.watch.refuse_mixed()
-                    write_direction(system, RowSolve(rows, system.layer._settings))
-                    cluster.watch.note_solved()
-
     def _average(
         self, averages: Averages, steps: Mapping[Cluster, Sequence[Term]], resting: Sequence[Cluster]
     ) -> None:
@@ -198,7 +190,7 @@ class Attached(Joinable):
                 system.forget()  # a graph from an observed step, or a layer with another cluster that is observed
         averages.take_in(steps, resting)
         done = {cluster for cluster in resting if cluster.watch.holds_direction()}
-        self.directions.turn({c: c.pairs for c in (*steps, *resting)}, done, self._lends)
+        self.directions.write({c: c.pairs for c in (*steps, *resting)}, done, self._lends)
         for cluster in (*steps, *resting):
             cluster.reach(cluster.steps + 1)
         self._rest([*(c for c in steps if not c.due), *(c for c in resting if c.due)])
@@ -349,6 +341,16 @@ class _Shadow(JoinHook):
 
     def main_hook(self) -> None:
         self.attached.shadow()
+
+
+def _solves_with_rows(clusters: Iterable[Cluster]) -> dict[Cluster, list[Pair]]:
+    """What turns the gradients of layers that have kept rows instead of S."""
+    found: dict[Cluster, list[Pair]] = {}
+    for cluster in clusters:
+        for system in cluster.systems:
+            if (rows := system.take_rows()) is not None:
+                found[cluster] = [(system, RowSolve(rows, system.layer._settings))]
+    return found
 
 
 def _solves(terms: Sequence[Term]) -> list[Pair]:

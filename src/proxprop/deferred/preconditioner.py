@@ -114,8 +114,86 @@ class Inverse:
             return Solution(self.kept.to(B.dtype) @ B)
 
 
-Operator = Solve | Inverse
-"""`B -> factor·(λI + M)⁻¹B`, for many steps; `kept` is the matrix that it holds."""
+@dataclass(frozen=True)
+class RowSolve:
+    """`B -> factor·(λI + AᵀA)⁻¹B` for a layer's rows A; CG takes the steps that it would take with S.
+
+    `K = AAᵀ` takes the place of S, for whatever is in `.grad` at the step: it may have been clipped, or hold more than
+    `AᵀG`, so that immediate mode's `D = Aᵀ(λI + K)⁻¹G` is not at hand. Woodbury's identity is,
+
+        X = (λI + K)⁻¹AB,    D = (B − AᵀX)/λ,
+
+    but where λ is small beside S the difference cancels. What rounding leaves of it is in the row space of A, where
+    exactly `AD = X`, and solved for without a difference: `D + Aᵀ(λI + K)⁻¹(X − AD)`. Without that step float32 errors
+    are two to five times those of a Cholesky factor of S; with it about the same, or up to thirty times smaller.
+
+    Attributes:
+        transfer: all calls of a step as one.
+        settings: the layer's.
+    """
+
+    transfer: LinearTransfer
+    settings: Settings
+
+    @property
+    def kept(self) -> Tensor:
+        """The rows."""
+        return self.transfer.rows()
+
+    def apply(self, B: Tensor) -> Solution:
+        """The direction for `B [1, features, outputs]`."""
+        if B.numel() == 0:
+            return Solution(B)
+        if not self.settings.solver.capturable:
+            return self._solved(B)
+        (A,), settings = self.kept, self.settings
+        layout = self.transfer.with_rows(A[:0])
+
+        def solve(given: Sequence[Tensor]) -> Solution:
+            return RowSolve(layout.with_rows(given[0]), settings)._solved(given[1])
+
+        question = settings, layout.weight_shape, layout.bias, layout.transposed
+        return replayed(question, solve, (A, B))
+
+    def _solved(self, B: Tensor) -> Solution:
+        samples, solver = self.transfer.sizes.samples, self.settings.solver
+        damping, factor = self.settings.damping(samples), self.settings.factor(samples)
+        if isinstance(solver, Exact):
+            found = self._solve(B, damping)
+        else:
+            found = solver.matrix_free(lambda V: self._adjoint(self._image(V)), B, damping)
+        return found.times(factor)
+
+    def _image(self, V: Tensor) -> Tensor:
+        """`AV`, on a GPU's tensor cores, where the layer's own forward would not be."""
+        (A,) = self.transfer.rows()
+        inputs = A.shape[1]
+        product = transposed_product(A.mT, V[0, :inputs])
+        return (product.add_(V[0, inputs:]) if self.transfer.bias else product)[None]
+
+    def _adjoint(self, U: Tensor) -> Tensor:
+        """`AᵀU`."""
+        transfer = self.transfer
+        return transfer.to_features(transfer.gradient(transfer.from_samples(U)))
+
+    def _solve(self, B: Tensor, damping: float) -> Solution:
+        """`(λI + AᵀA)⁻¹B` for any `B [1, features, outputs]`; where the factorisation failed, `B / (λ + trace K)`.
+
+        A failure is substituted in small matrices, where it costs little: without R, D is a multiple of B.
+        """
+        factorization = factorize_whole(self.transfer.sample_gram(), damping)
+        R, failed = factorization.inverse_factor(), factorization.failed
+        broken = factorization.broken[:, None, None]
+        shrink = torch.where(broken, R[:, :1, :1].square() * damping, 1.0)  # R is I/√(λ + trace K) there
+        R = torch.where(broken, 0.0, R)
+        X = R.mT @ (R @ self._image(B))
+        D = (B * shrink).sub_(self._adjoint(X)).div_(damping)
+        D += self._adjoint(R.mT @ (R @ (X - self._image(D))))
+        return Solution(D, failed)
+
+
+Operator = Solve | Inverse | RowSolve
+"""`B -> factor·(λI + M)⁻¹B`; `kept` is the matrix that it holds, for many steps where it is an inverse."""
 
 
 def room(
@@ -192,6 +270,7 @@ def borrowed(operator: Operator, device: torch.device) -> Operator:
     """An operator like another one, with room for its matrix on a device."""
     if isinstance(operator, Inverse):
         return Inverse(aligned(operator.kept, len(operator.kept), operator.kept.dtype, device))
+    assert isinstance(operator, Solve)  # rows stay on their rank
     M = torch.empty_like(operator.kept, device=device)
     return replace(operator, form=operator.form._replace(M=M))
 
@@ -273,81 +352,3 @@ def products_with_rows(sizes: Sizes, space: str) -> float:
     """FLOPs of a step from rows beyond those of immediate mode: in sample space, products with A and Aᵀ, twice each."""
     groups, samples, features, outputs = sizes
     return 8.0 * groups * samples * features * outputs if space == SAMPLE else 0.0
-
-
-@dataclass(frozen=True)
-class RowSolve:
-    """`B -> factor·(λI + AᵀA)⁻¹B` for a layer's rows A; CG takes the steps that it would take with S.
-
-    `K = AAᵀ` takes the place of S, for whatever is in `.grad` at the step: it may have been clipped, or hold more than
-    `AᵀG`, so that immediate mode's `D = Aᵀ(λI + K)⁻¹G` is not at hand. Woodbury's identity is,
-
-        X = (λI + K)⁻¹AB,    D = (B − AᵀX)/λ,
-
-    but where λ is small beside S the difference cancels. What rounding leaves of it is in the row space of A, where
-    exactly `AD = X`, and solved for without a difference: `D + Aᵀ(λI + K)⁻¹(X − AD)`. Without that step float32 errors
-    are two to five times those of a Cholesky factor of S; with it about the same, or up to thirty times smaller.
-
-    Attributes:
-        transfer: all calls of a step as one.
-        settings: the layer's.
-    """
-
-    transfer: LinearTransfer
-    settings: Settings
-
-    @property
-    def kept(self) -> Tensor:
-        """The rows."""
-        return self.transfer.rows()
-
-    def apply(self, B: Tensor) -> Solution:
-        """The direction for `B [1, features, outputs]`."""
-        if B.numel() == 0:
-            return Solution(B)
-        if not self.settings.solver.capturable:
-            return self._solved(B)
-        (A,), settings = self.kept, self.settings
-        layout = self.transfer.with_rows(A[:0])
-
-        def solve(given: Sequence[Tensor]) -> Solution:
-            return RowSolve(layout.with_rows(given[0]), settings)._solved(given[1])
-
-        question = settings, layout.weight_shape, layout.bias, layout.transposed
-        return replayed(question, solve, (A, B))
-
-    def _solved(self, B: Tensor) -> Solution:
-        samples, solver = self.transfer.sizes.samples, self.settings.solver
-        damping, factor = self.settings.damping(samples), self.settings.factor(samples)
-        if isinstance(solver, Exact):
-            found = self._solve(B, damping)
-        else:
-            found = solver.matrix_free(lambda V: self._adjoint(self._image(V)), B, damping)
-        return found.times(factor)
-
-    def _image(self, V: Tensor) -> Tensor:
-        """`AV`, on a GPU's tensor cores, where the layer's own forward would not be."""
-        (A,) = self.transfer.rows()
-        inputs = A.shape[1]
-        product = transposed_product(A.mT, V[0, :inputs])
-        return (product.add_(V[0, inputs:]) if self.transfer.bias else product)[None]
-
-    def _adjoint(self, U: Tensor) -> Tensor:
-        """`AᵀU`."""
-        transfer = self.transfer
-        return transfer.to_features(transfer.gradient(transfer.from_samples(U)))
-
-    def _solve(self, B: Tensor, damping: float) -> Solution:
-        """`(λI + AᵀA)⁻¹B` for any `B [1, features, outputs]`; where the factorisation failed, `B / (λ + trace K)`.
-
-        A failure is substituted in small matrices, where it costs little: without R, D is a multiple of B.
-        """
-        factorization = factorize_whole(self.transfer.sample_gram(), damping)
-        R, failed = factorization.inverse_factor(), factorization.failed
-        broken = factorization.broken[:, None, None]
-        shrink = torch.where(broken, R[:, :1, :1].square() * damping, 1.0)  # R is I/√(λ + trace K) there
-        R = torch.where(broken, 0.0, R)
-        X = R.mT @ (R @ self._image(B))
-        D = (B * shrink).sub_(self._adjoint(X)).div_(damping)
-        D += self._adjoint(R.mT @ (R @ (X - self._image(D))))
-        return Solution(D, failed)

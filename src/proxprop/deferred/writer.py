@@ -25,7 +25,6 @@ from proxprop.deferred.observing import Cluster, Pair, by_group
 from proxprop.deferred.preconditioner import (
     Inverse,
     Operator,
-    RowSolve,
     Solve,
     aligned,
     borrowed,
@@ -69,7 +68,7 @@ class Directions:
         self._kept = kept
         self._plans: dict[tuple[int, ...], Plan] = {}
 
-    def turn(self, pairs: Pairs, done: Collection[Cluster], lend: bool) -> None:
+    def write(self, pairs: Pairs, done: Collection[Cluster], lend: bool) -> None:
         """Turn the gradients of clusters into directions, in place and on all ranks.
 
         Args:
@@ -84,16 +83,16 @@ class Directions:
         lent = _lent({c: own for c, own in shared.items() if lend or c.way == fresh})
         far = {c: own for c, own in shared.items() if c.way == "gradient" and c not in lent}
         near = {c: lent.get(c, own) for c, own in pairs.items() if c not in far and c not in done}
-        self._turn([pair for own in near.values() for pair in own])
+        self._write_here([pair for own in near.values() for pair in own])
         for group, clusters in by_group(far):
             mine = [pair for c in clusters if c.mine and c not in done for pair in far[c]]
             if mesh_of(clusters[0].parameters[0]) is None:
-                self._turn(mine)
+                self._write_here(mine)
                 _bring_directions(group, clusters)
             else:
-                _turn_shards(group, clusters, mine)
+                _write_shards(group, clusters, mine)
 
-    def _turn(self, pairs: Sequence[Pair]) -> None:
+    def _write_here(self, pairs: Sequence[Pair]) -> None:
         """Turn gradients on this rank alone, alike layers together."""
         if not self._kept:
             for pair in pairs:
@@ -105,7 +104,7 @@ class Directions:
             names = {equation.name for equation, _ in pairs}
             self._plans = {k: p for k, p in self._plans.items() if p.names.isdisjoint(names)}
             plan = self._plans[key] = Plan(pairs)
-        plan.turn()
+        plan.write()
 
 
 def bring_operators(pairs: Pairs) -> None:
@@ -135,7 +134,7 @@ def _bring_directions(group: Group, clusters: Sequence[Cluster]) -> None:
     group.bring([plain(g) for g, _ in found], [owner for _, owner in found], "directions")
 
 
-def _turn_shards(group: Group, clusters: Sequence[Cluster], mine: Sequence[Pair]) -> None:
+def _write_shards(group: Group, clusters: Sequence[Cluster], mine: Sequence[Pair]) -> None:
     """Gather the gradients of what this rank owns, turn them, and put directions into every rank's shards."""
     alike: dict[tuple[torch.dtype, torch.device], list[list[Any]]] = {}
     for cluster in clusters:
@@ -187,7 +186,7 @@ class Plan:
                 self.alone.append((equation, operator))
         self.stacks = [Stack(chunk) for members in alike.values() for chunk in _chunks(members)]
 
-    def turn(self) -> None:
+    def write(self) -> None:
         """Turn all gradients."""
         ready: list[tuple[Stack, list[Tensor]]] = []
         for stack in self.stacks:
@@ -200,7 +199,7 @@ class Plan:
         if len(ready) == len(self.stacks) and self._is_replayed(ready):
             self._replay(ready)
         else:
-            _turn(ready)
+            _write(ready)
         for pair in self.alone:
             write_direction(*pair)
 
@@ -220,12 +219,12 @@ class Plan:
             found = [d for stack, own in ready for d in stack.directions([next(left) for _ in own])]
             return Solution(torch.cat([d.reshape(-1) for d in found]))
 
-        flat = replayed(("turn", self.number), solve, given).value
+        flat = replayed(("directions", self.number), solve, given).value
         pieces = flat.split([gradient.numel() for gradient in given])
         copy_all(given, [piece.view(g.shape) for piece, g in zip(pieces, given, strict=True)])
 
 
-def _turn(ready: Sequence[tuple["Stack", list[Tensor]]]) -> None:
+def _write(ready: Sequence[tuple["Stack", list[Tensor]]]) -> None:
     """Turn the gradients of stacks, and copy some directions at a time."""
     gradients: list[Tensor] = []
     directions: list[Tensor] = []
@@ -337,7 +336,7 @@ Whole = Mapping[Tensor, Tensor]
 """Gradients of sharded parameters in whole."""
 
 
-def write_direction(equation: Equation, operator: Operator | RowSolve, whole: Whole | None = None) -> None:
+def write_direction(equation: Equation, operator: Operator, whole: Whole | None = None) -> None:
     """Turn the gradients of an equation's parameters into its direction, in place.
 
     Args:
