@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from proxprop.backward import Observer
 from proxprop.deferred import Attached
-from proxprop.deferred.equation import Term
-from proxprop.deferred.layouts import BlockLayout
+from proxprop.deferred.equation import BlockLayout, Term
 from proxprop.direction import Direction
 from proxprop.nn import ProximalLayer
 from proxprop.settings import Settings

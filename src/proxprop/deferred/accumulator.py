@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from proxprop import device
-from proxprop.deferred.equation import Equation, equation_of
-from proxprop.deferred.layouts import BlockLayout
+from proxprop.deferred.equation import BlockLayout, Equation, equation_of
 from proxprop.deferred.preconditioner import rows_pay
 from proxprop.device import no_autocast, precision
 from proxprop.distributed import mesh_of, several_ranks

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from proxprop.deferred.equation import Equation, Term, join, total
-from proxprop.deferred.layouts import BlockLayout
+from proxprop.deferred.equation import BlockLayout, Equation, Term, join, total
 from proxprop.deferred.observing import Cluster, Pair
 from proxprop.deferred.preconditioner import (
     Form,

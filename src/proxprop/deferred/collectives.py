@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from proxprop.deferred.shards import box, cut_dimension, local
+from proxprop.distributed import box, cut_dimension, local
 
 BUCKET_BYTES = 25 * 2**20
 """Most bytes sent in one call, unless one matrix alone has more; DDP's default."""

@@ -11,10 +11,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from proxprop.deferred.layouts import BlockLayout, JointLayout
 from proxprop.nn.layer import Part, ProximalLayer
-from proxprop.transfer import Affine, Layout, Shapes
+from proxprop.solvers import FEATURE, Sizes
+from proxprop.solvers.matmul import transposed_square
+from proxprop.transfer import Affine, LinearTransfer, Shapes, Transfer
+from proxprop.transfer.transfer import Layout, Parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +127,56 @@ def _rows(parameter: nn.Parameter, rows: slice) -> Block:
     return Block(parameter, start, stop)
 
 
+class BlockLayout(Layout):
+    """A layer's features in blocks of neighbours, between which S is taken to be zero; the bias is in the last.
+
+    Blocks are groups of the system. They are equally wide: the last one is padded with features that are always zero.
+
+    Args:
+        whole: the layer's own layout.
+        width: most features of a block.
+    """
+
+    spaces = (FEATURE,)
+
+    def __init__(self, whole: Layout, width: int) -> None:
+        groups, samples, features, outputs = whole.sizes
+        self.whole, self.count = whole, -(-features // width)
+        self.width = -(-features // self.count)
+        self.sizes = Sizes(groups * self.count, samples, self.width, outputs)
+
+    @property
+    def behind(self) -> int:
+        """Number of features that pad the last block."""
+        return self.count * self.width - self.whole.sizes.features
+
+    def to_features(self, parameters: Parameters) -> Tensor:
+        """The layer's features, block by block."""
+        return functional.pad(self.whole.to_features(parameters), (0, 0, 0, self.behind)).reshape(
+            self.sizes.groups, self.width, -1
+        )
+
+    def from_features(self, V: Tensor) -> Parameters:
+        """The inverse of `to_features`."""
+        groups, _, features, outputs = self.whole.sizes
+        return self.whole.from_features(V.reshape(groups, -1, outputs)[:, :features])
+
+    def blocks_of(self, S: Tensor) -> Tensor:
+        """The blocks on the diagonal of `S [groups, features, features]`."""
+        padded = functional.pad(S, (0, self.behind, 0, self.behind))
+        blocks: Tensor = padded.view(-1, self.count, self.width, self.count, self.width).diagonal(0, 1, 3)
+        return blocks.movedim(-1, 1).flatten(0, 1)
+
+    def gram_of(self, transfer: Transfer) -> Tensor:
+        """The blocks of a call's S; those of a linear layer are all that is formed."""
+        if not isinstance(transfer, LinearTransfer):
+            return self.blocks_of(transfer.gram())
+        (A,) = transfer.rows()
+        ones = [A.new_ones(len(A), 1)] if transfer.bias else []
+        A = functional.pad(torch.cat([A, *ones], 1), (0, self.behind))
+        return transposed_square(A.view(len(A), self.count, self.width).transpose(0, 1))
+
+
 def _in_blocks(layout_of: Callable[[Shapes], Layout], width: int, shapes: Shapes) -> Layout:
     """A layout with its features in blocks, where they are more than one block has."""
     layout = layout_of(shapes)
@@ -227,6 +280,35 @@ def _added(terms: Sequence[Term], start: int, stop: int) -> Term:
 
     equation = Equation(f"{first.name}[{start}:{stop}]", first.layer, (weight, *biases), layout_of)
     return Term(equation, S, total(terms))
+
+
+class JointLayout(Layout):
+    """A weight shared by layers that have biases of their own: features are the weight's, then a bias each.
+
+    Args:
+        weight: the layout of the weight alone.
+        biases: how many biases there are.
+    """
+
+    spaces = (FEATURE,)
+
+    def __init__(self, weight: Layout, biases: int) -> None:
+        groups, samples, features, outputs = weight.sizes
+        self.weight, self.biases = weight, biases
+        self.sizes = Sizes(groups, samples, features + biases, outputs)
+
+    def to_features(self, parameters: Parameters) -> Tensor:
+        """The weight's features, then one for each bias."""
+        weight, *biases = parameters
+        groups, _, _, outputs = self.sizes
+        rows = [bias.reshape(groups, 1, outputs) for bias in biases if bias is not None]
+        return torch.cat([self.weight.to_features((weight, None)), *rows], dim=-2)
+
+    def from_features(self, V: Tensor) -> Parameters:
+        """The inverse of `to_features`."""
+        features = V.shape[-2] - self.biases
+        weight, _ = self.weight.from_features(V[:, :features])
+        return weight, *(V[:, features + i].reshape(-1).clone() for i in range(self.biases))
 
 
 def _beside(bias: Block, weight: Block, cut: Block) -> Block:

@@ -15,8 +15,7 @@ from proxprop.deferred.collectives import Group
 from proxprop.deferred.equation import Equation
 from proxprop.deferred.owners import Route, Way
 from proxprop.deferred.preconditioner import Operator
-from proxprop.deferred.shards import local, whole
-from proxprop.distributed import check_layer, mesh_of, several_ranks
+from proxprop.distributed import check_layer, local, mesh_of, several_ranks, whole
 from proxprop.nn import ProximalLayer
 from proxprop.solvers import DIAGONAL
 from proxprop.torch_internals import active_ddp, after_backward_pass, backward_pass, stored_entries, writes

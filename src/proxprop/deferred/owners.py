@@ -18,8 +18,7 @@ import torch
 
 from proxprop.deferred.collectives import Group, packed_size
 from proxprop.deferred.equation import Equation
-from proxprop.deferred.shards import cut_dimension, cuts
-from proxprop.distributed import mesh_of
+from proxprop.distributed import cut_dimension, cuts, mesh_of
 from proxprop.solvers import DIAGONAL, Exact
 from proxprop.transfer import Shapes
 

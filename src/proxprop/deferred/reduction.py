@@ -25,8 +25,7 @@ from proxprop.deferred.accumulator import System
 from proxprop.deferred.collectives import Bucket, Group, Traffic, buckets
 from proxprop.deferred.equation import Term
 from proxprop.deferred.observing import Cluster, by_group
-from proxprop.deferred.shards import is_sharded, local
-from proxprop.distributed import mesh_of, several_ranks
+from proxprop.distributed import is_sharded, local, mesh_of, several_ranks
 from proxprop.torch_internals import active_ddp, averages_gradients, timeout, tree_flatten
 
 Sent = tuple[list[System], Bucket]

@@ -30,9 +30,8 @@ from proxprop.deferred.preconditioner import (
     borrowed,
     replayed,
 )
-from proxprop.deferred.shards import box, local
 from proxprop.device import float32_products, no_autocast
-from proxprop.distributed import mesh_of
+from proxprop.distributed import box, local, mesh_of
 from proxprop.replay import are_small, replays
 from proxprop.solvers import DIAGONAL, Solution
 from proxprop.torch_internals import copy_all
