@@ -3,6 +3,7 @@
 import re
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import proxprop
-from proxprop import CG, Exact
+from proxprop import CG, Exact, Running
 
 PACKAGE = Path(proxprop.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
@@ -33,6 +34,10 @@ LAYERS = {
 }
 
 
+STEPS = {"Linear, running averages, observed": 1, "Linear, running averages, resting": 1000}
+"""Every how many steps S is summed."""
+
+
 def file_of(frame: FrameType | None) -> str | None:
     """The file of the nearest frame inside the package, relative to it."""
     while frame is not None:
@@ -45,7 +50,13 @@ def file_of(frame: FrameType | None) -> str | None:
 
 def calls(layer: nn.Module, shape: tuple[int, ...]) -> list[tuple[str | None, str]]:
     """Files of callers and callees in one eager step, in the order of the calls."""
-    x, found = torch.randn(shape), []
+    x = torch.randn(shape)
+    return traced(lambda: layer(x).sum().backward())
+
+
+def traced(step: Callable[[], None]) -> list[tuple[str | None, str]]:
+    """Files of callers and callees in a step, in the order of the calls."""
+    found = []
 
     def trace(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
@@ -54,7 +65,7 @@ def calls(layer: nn.Module, shape: tuple[int, ...]) -> list[tuple[str | None, st
     threading.setprofile(trace)  # autograd may call backward from a thread of its own
     sys.setprofile(trace)
     try:
-        layer(x).sum().backward()
+        step()
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
@@ -78,6 +89,31 @@ def test_the_page_lists_the_files_that_a_step_passes(title: str) -> None:
     assert [file for file in passed if file in listed["stations"]] == listed["stations"]
     assert {*passed} == {*listed["stations"], *listed["asked"]}
     assert len(listed["stations"]) <= 8
+
+
+def deferred_step(update_every: int) -> Callable[[], None]:
+    """A step of two alike layers with running averages, whose inverses were made before."""
+    model = proxprop.convert(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), Exact(), include_last=True)
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=1e-3), torch.randn(4, 8)
+    proxprop.attach(optimizer, model, running=Running(update_every=update_every, invert_every=1000))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+
+    step()
+    step()
+    return step
+
+
+@pytest.mark.parametrize("title", STEPS)
+def test_the_page_lists_the_files_that_a_step_of_running_averages_passes(title: str) -> None:
+    passed = list(dict.fromkeys(callee for _, callee in traced(deferred_step(STEPS[title]))))
+    listed = drawn(title)
+    assert [file for file in passed if file in listed["stations"]] == listed["stations"]
+    assert {*passed} == {*listed["stations"], *listed["asked"]}
+    assert len(passed) <= 12
 
 
 @pytest.mark.parametrize("title", LAYERS)
