@@ -13,6 +13,7 @@ import proxprop
 from cases import randn, relative_error
 from proxprop import CG, Exact, Running, tuning
 from proxprop.deferred.equation import Term
+from proxprop.deferred.preconditioner import Form, fill, room
 from proxprop.solvers import Solver
 from running_averages import SOLVERS, attached, batches, rows, stated, stepped
 from training import Tied, assert_same, grads, handle_of, images, loss_of, plain_model, small_model
@@ -55,6 +56,32 @@ def test_without_memory_and_damping_of_its_own_it_is_plain_deferred_mode(
         plain(x).backward(G)
         assert relative_error(found[:4].T, plain.weight.grad) < 1e-9
         assert relative_error(found[4], plain.bias.grad) < 1e-9
+
+
+@SOLVERS
+def test_what_is_made_anew_stays_in_its_place(solver: Solver) -> None:
+    """A CUDA graph of a step goes on reading there."""
+    layer, optimizer = attached(solver, Running(update_every=1, invert_every=1))
+    (x, G), *others = batches(3)
+    stepped(layer, optimizer, x, G)
+    (kept,) = (tensor for name, tensor in handle_of(layer).state_dict().items() if name.endswith("kept"))
+    before = kept.clone()
+    for x, G in others:
+        stepped(layer, optimizer, x, G)
+    (now,) = (tensor for name, tensor in handle_of(layer).state_dict().items() if name.endswith("kept"))
+    assert now.data_ptr() == kept.data_ptr()
+    assert relative_error(now, before) > 1e-3
+
+
+def test_a_copy_from_an_owner_has_the_damping_of_now() -> None:
+    """Only the matrix is sent: a rank that receives it knows `tau_theta` itself."""
+    M, device = torch.eye(3)[None], torch.device("cpu")
+    before = room(Form(M, 1.0, 1.0), CG(3), None, device)
+    again = room(Form(M.to("meta"), 0.5, 2.0), CG(3), None, device, before)
+    assert again.kept.data_ptr() == before.kept.data_ptr()
+    (failed,) = fill([(again, Form(M.clone(), 0.5, 2.0))])
+    assert failed is None
+    assert again.apply(torch.ones(1, 3, 1)).value == pytest.approx(2.0 / 1.5)
 
 
 def test_the_gradients_scale_is_kept() -> None:

@@ -160,8 +160,8 @@ class Averages:
         """Drop all averages and inverses."""
         self.averages, self.clusters = {}, ()
 
-    def settle(self) -> None:
-        """Let go of what other ranks own."""
+    def let_go(self) -> None:
+        """Free what other ranks own."""
         for cluster in self.clusters:
             if cluster.mine or not cluster.pairs:
                 continue

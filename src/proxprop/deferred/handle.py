@@ -127,7 +127,7 @@ class Attached(Joinable):
         """The ranks are known: give every layer its owner."""
         settle(self.clusters, ranks, self.averages.running if self.averages is not None else None)
         if self.averages is not None:
-            self.averages.settle()
+            self.averages.let_go()
 
     @torch.no_grad()
     def solve(self, parameters: Iterable[Tensor] | None = None) -> None:
