@@ -156,7 +156,7 @@ class Attached(Joinable):
                 cluster.watch.refuse_mixed()
                 resting.append(cluster)
         rows = {} if self.averages is not None else _solves_with_rows(observed)
-        steps = self._summed(cluster for cluster in observed if cluster not in rows)
+        steps = self._summed([cluster for cluster in observed if cluster not in rows])
         for cluster in (*rows, *steps):
             cluster.watch.refuse_mixed()
         if self.averages is None:
