@@ -21,9 +21,9 @@ SAMPLE, FEATURE = (256, 128), (64, 256)
         (SAMPLE, CG(3), 85),
         (SAMPLE, CG(10), 255),
         (SAMPLE, Exact(), 45),
-        (FEATURE, CG(1), 60),
-        (FEATURE, CG(3), 92),
-        (FEATURE, Exact(), 52),
+        (FEATURE, CG(1), 45),
+        (FEATURE, CG(3), 77),
+        (FEATURE, Exact(), 43),
     ],
 )
 def test_backward_takes_few_calls(sizes: tuple[int, int], solver: Solver, most: int) -> None:

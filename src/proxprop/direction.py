@@ -46,7 +46,7 @@ class Direction(NamedTuple):
         """Whether the solve failed, as far as that can be seen without waiting: on a CPU."""
         if self.failed is None or self.failed.device.type != "cpu" or is_transformed(self.failed):
             return False
-        return bool(self.failed.any())
+        return any(self.failed.tolist())
 
 
 def planned(transfer: Transfer, settings: Settings) -> Plan:
@@ -166,10 +166,9 @@ def _in_sample_space(
 def _in_feature_space(transfer: Transfer, G: Tensor, settings: Settings) -> tuple[Parameters, Tensor | None]:
     """The direction D from S, and whether the solve failed."""
     _, samples, _, outputs = transfer.sizes
-    S, gradient = transfer.normal_equations(G)
+    S, B = transfer.normal_equations(G)
     ready = settings.solver.prepared(FEATURE, S, settings.damping(samples), outputs)
-    B = transfer.to_features(gradient)
-    del S, gradient  # free their memory before the solve
+    del S  # free its memory before the solve
     V, failed = ready(B).times(settings.factor(samples))
     return transfer.from_features(V), failed
 

@@ -25,6 +25,9 @@ SQUARE_LEAST_FLOPS = 10**10
 FP16_LEAST_SIZE = 1024
 """Fewest samples and fewest features for which S is formed in float16 where TF32 is allowed (h200.json)."""
 
+CPU_ROWS_MOST_NUMBERS = 2**15
+"""Most numbers of a linear layer's input whose S and `AᵀG` a CPU forms from one copy of it. Not tuned."""
+
 CPU_SQUARE_BLOCK = 128
 """Columns of a symmetric product that a CPU computes at a time (cpu.json)."""
 

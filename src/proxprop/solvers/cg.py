@@ -191,16 +191,22 @@ class CG(Solver):
         vectors: Tensor | None = None,
     ) -> Solution:
         """Solve for blocks of outputs as rows; `vectors` are a basis that `multiply` and the solution are in."""
-        groups, size, outputs = B.shape
-        X, width = B.new_empty(groups, outputs, size), self._width(B)
-        lost: list[Tensor] = []
         dims = (-1,) if self.per_output else (-3, -2, -1)
-        for columns, out in zip(B.split(width, -1), X.split(width, -2), strict=True):
+
+        def solve(columns: Tensor, out: Tensor | None = None) -> Solution:
             rows = columns.mT.contiguous() if vectors is None else columns.mT @ vectors
             found = conjugate_gradients(multiply, rows, damping, self.iterations, dims, diagonal, out, bounds)
-            flagged = _for_groups(found.lost)
-            lost += [flagged] if flagged is not None else []
-        return Solution(X.mT, torch.stack(lost).any(0) if lost else None)
+            return Solution(found.solution, _for_groups(found.lost))
+
+        groups, size, outputs = B.shape
+        width = self._width(B)
+        if outputs <= width:
+            X, lost = solve(B)
+            return Solution(X.mT, lost)
+        X = B.new_empty(groups, outputs, size)
+        flags = [solve(*block).failed for block in zip(B.split(width, -1), X.split(width, -2), strict=True)]
+        flagged = [flag for flag in flags if flag is not None]
+        return Solution(X.mT, torch.stack(flagged).any(0) if flagged else None)
 
     def _width(self, B: Tensor) -> int:
         """Outputs to work on at a time."""

@@ -119,7 +119,7 @@ def _clearly_sound(roots: Tensor, diagonal: Tensor, info: Tensor) -> bool:
         diagonal: of the matrix that was factorised, `[groups, size]`.
         info: LAPACK's.
     """
-    if diagonal.numel() == 0 or info.any():
+    if diagonal.numel() == 0 or any(info.tolist()):
         return False
     return float(roots.amin()) ** 2 > float(diagonal.amax()) * doubtful_share(diagonal)
 

@@ -87,13 +87,13 @@ class ConvTransfer(Affine):
         S = form(x, axes)
         return self._border(S, patch_sums(x, axes)) if self.bias else S
 
-    def normal_equations(self, G: Tensor) -> tuple[Tensor, Parameters]:
-        """S and the gradient; in bfloat16 both come from the same patches, if S comes from patches."""
+    def normal_equations(self, G: Tensor) -> tuple[Tensor, Tensor]:
+        """S and `AᵀG`; in bfloat16 both come from the same patches, if S comes from patches."""
         if not self._takes_patches() or self.gram_method().gram is not None:
             return super().normal_equations(G)
         G = G.reshape(self.batched_shape)
         S, weight = self._from_patches(G)
-        return S, (weight.view(self.weight_shape), self._bias_gradient(G))
+        return S, self.to_features((weight.view(self.weight_shape), self._bias_gradient(G)))
 
     def _from_patches(self, G: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """S, and for one group the weight gradient `[outputs, features]`, from patches of some images at a time.

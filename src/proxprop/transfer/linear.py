@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from proxprop import tuning
 from proxprop.solvers import Sizes
-from proxprop.solvers.matmul import pending_product, transposed_product, wide
+from proxprop.solvers.matmul import pending_product, transposed_product, transposed_square, wide
 from proxprop.transfer.affine import Affine
 from proxprop.transfer.transfer import Parameters, Products, Shapes, nothing
 
@@ -72,6 +72,15 @@ class LinearTransfer(Affine):
         given = [G]
         del G
         return self._weight_product(self.input, given.pop()), bias
+
+    def normal_equations(self, G: Tensor) -> tuple[Tensor, Tensor]:
+        """S and `AᵀG`; a CPU multiplies few numbers with one copy of the rows and their ones, which saves calls."""
+        on_cpu = not self.input.is_cuda and not torch.compiler.is_compiling()
+        if not (self.bias and on_cpu and self.input.numel() <= tuning.CPU_ROWS_MOST_NUMBERS):
+            return super().normal_equations(G)
+        A = torch.constant_pad_nd(self.input, (0, 1), 1.0)
+        B = self._weight_product(A, G.reshape(-1, G.shape[-1]))
+        return transposed_square(A)[None], (B if self.transposed else B.mT)[None]
 
     def rotated_products(self, U: Tensor) -> Products:
         """`AᵀU`, whose product for the weight is left for later: it is often far larger than both factors."""

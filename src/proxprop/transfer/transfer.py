@@ -134,10 +134,10 @@ class Transfer(Layout):
         """`S = AᵀA [groups, features, features]`, freshly made."""
         raise self._lacks("feature space")
 
-    def normal_equations(self, G: Tensor) -> tuple[Tensor, Parameters]:
-        """`S` and `AᵀG`, together where that is less work."""
+    def normal_equations(self, G: Tensor) -> tuple[Tensor, Tensor]:
+        """`S` and `AᵀG [groups, features, outputs]`, together where that is less work."""
         gradient = self.gradient(G)
-        return self.gram(), gradient
+        return self.gram(), self.to_features(gradient)
 
     def gram_method(self) -> GramMethod:
         """How `gram` forms S."""
