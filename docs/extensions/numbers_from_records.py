@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 
+import derivative_rows
 import running
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -17,7 +18,8 @@ Row = dict[str, str]
 
 def found() -> dict[str, str]:
     """All of them by the names that pages write in double braces."""
-    return {**digits(), **figure1(), **beyond(), **gpt(), **costs(), **versions()}
+    derivatives = {"table_derivative_rows": derivative_rows.table(rows("questions/derivative-rows.csv"))}
+    return {**digits(), **figure1(), **beyond(), **gpt(), **costs(), **versions(), **derivatives}
 
 
 def rows(path: str) -> list[Row]:
