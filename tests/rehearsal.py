@@ -42,7 +42,7 @@ def main() -> None:
             install(folder, address, version)
         set_version(checkout, options.next)
         run("git", "commit", "--quiet", "--all", "--message", f"Begin {options.next}", cwd=checkout)
-        run("git", "push", "--quiet", "origin", "HEAD:next", cwd=checkout)
+        run("git", "push", "--quiet", "origin", "HEAD:refs/heads/next", cwd=checkout)
     print(f"the next version is {options.next}; nothing left this machine")
 
 
