@@ -1,4 +1,4 @@
-"""Rehearse a release without a host: `make rehearsal` takes steps 3, 4 and 8 to 10 of docs/releasing.md against stand-ins.
+"""Rehearse a release without a host: `make rehearsal` takes steps 3, 4 and 9 to 11 of docs/releasing.md.
 
 A bare clone stands in for the repository's host, and an index on 127.0.0.1 for the package index. The commit of this
 checkout gets its version and a tag, which is pushed. What is built from the tag is uploaded and installed by its name
@@ -26,7 +26,9 @@ SECONDS = 600
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--next", default="0.3.0.dev0", help="the version after the release")
     options = parser.parse_args()
     changed = run("git", "status", "--porcelain", cwd=ROOT)
@@ -103,13 +105,17 @@ def release(checkout: Path, version: str, day: datetime.date) -> None:
 
 
 def publish(checkout: Path, version: str) -> None:
-    """Step 8: a tag on the remote, signed where git has a key."""
-    has_key = subprocess.run(["git", "config", "user.signingkey"], cwd=checkout, capture_output=True, check=False)
+    """Step 9: a tag on the remote, signed where git has a key."""
+    has_key = subprocess.run(
+        ["git", "config", "user.signingkey"], cwd=checkout, capture_output=True, check=False
+    )
     kind = "--annotate" if has_key.returncode else "--sign"
     run("git", "tag", kind, f"v{version}", "--message", f"proxprop {version}", cwd=checkout)
     run("git", "push", "--quiet", "origin", f"v{version}", cwd=checkout)
     assert f"refs/tags/v{version}" in run("git", "ls-remote", "--tags", "origin", cwd=checkout)
-    print(f"tag v{version} pushed, {'signed' if kind == '--sign' else 'unsigned: git has no user.signingkey'}")
+    print(
+        f"tag v{version} pushed, {'signed' if kind == '--sign' else 'unsigned: git has no user.signingkey'}"
+    )
 
 
 @contextmanager
@@ -122,7 +128,9 @@ def index(folder: Path) -> Iterator[str]:
     anyone = "--passwords", ".", "--authenticate", "."
     command = [sys.executable, "-m", "pypiserver", "run", "--interface", "127.0.0.1", "--port", port]
     with (folder / "index.log").open("w") as log:
-        server = subprocess.Popen([*command, "--disable-fallback", *anyone, "index"], cwd=folder, stdout=log, stderr=log)
+        server = subprocess.Popen(
+            [*command, "--disable-fallback", *anyone, "index"], cwd=folder, stdout=log, stderr=log
+        )
         try:
             address = f"http://127.0.0.1:{port}/"
             wait_for(address)
@@ -146,12 +154,21 @@ def wait_for(address: str, seconds: float = 30.0) -> None:
 
 
 def upload(checkout: Path, address: str) -> None:
-    """Step 9, first half: sdist and wheel of the tag, each uploaded once."""
+    """Step 10, first half: sdist and wheel of the tag, each uploaded once."""
     run(sys.executable, "-m", "build", "--quiet", cwd=checkout)
     files = sorted(str(path) for path in (checkout / "dist").iterdir())
     run(sys.executable, "-m", "twine", "check", "--strict", *files, cwd=checkout)
     somebody = "--username", "anyone", "--password", "anything"
-    command = sys.executable, "-m", "twine", "upload", "--non-interactive", "--repository-url", address, *somebody
+    command = (
+        sys.executable,
+        "-m",
+        "twine",
+        "upload",
+        "--non-interactive",
+        "--repository-url",
+        address,
+        *somebody,
+    )
     run(*command, *files, cwd=checkout)
     again = subprocess.run([*command, *files], cwd=checkout, capture_output=True, text=True, check=False)
     assert again.returncode != 0, "an index should refuse to replace a file"
@@ -159,7 +176,7 @@ def upload(checkout: Path, address: str) -> None:
 
 
 def install(folder: Path, address: str, version: str) -> None:
-    """Step 9, second half: the package by its name from that index alone, beside torch alone."""
+    """Step 10, second half: the package by its name from that index alone, beside torch alone."""
     environment = Environment(folder)
     environment.install("torch")
     options = "--isolated", "--quiet", "--disable-pip-version-check", "--index-url", f"{address}simple/"

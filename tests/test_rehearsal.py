@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 import rehearsal
 
 FILES = "src/proxprop/__init__.py", "CITATION.cff", "CHANGELOG.md"
@@ -43,5 +44,7 @@ def test_what_was_unreleased_gets_the_version_and_a_new_section_begins(checkout:
 
 def test_a_file_without_a_version_is_not_passed_over(checkout: Path) -> None:
     (checkout / "CITATION.cff").write_text("title: no version\n")
-    with pytest.raises(AssertionError, match=r"CITATION.cff should name its version once, and does so 0 times"):
+    with pytest.raises(
+        AssertionError, match=r"CITATION.cff should name its version once, and does so 0 times"
+    ):
         rehearsal.set_version(checkout, "1.0")
