@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Each file's tests stay in one process, which has one thread: processes share the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo test test-all coverage gpu-test check format docs site linkcheck package clean
+.PHONY: demo test test-all coverage gpu-test check format docs site linkcheck package rehearsal clean
 
 demo: .venv/.lab  ## train BackProp and ProxProp side by side on embedded data; ends in out/compare/report.html
 	$(BIN)/proxprop compare
@@ -55,6 +55,9 @@ package: .venv/.package  ## build sdist and wheel into dist/, and try the wheel 
 	$(BIN)/python -m build --quiet
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python tests/package_check.py
+
+rehearsal: .venv/.package  ## release this commit to stand-ins on this machine: tag, upload, install, next version
+	$(BIN)/python tests/rehearsal.py
 
 clean:  ## remove everything that was built or installed
 	rm -rf .venv out dist docs/auto_gallery docs/sg_execution_times.rst .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -94,6 +94,7 @@ def test_every_block_of_code_names_a_language_that_is_run_or_is_no_python() -> N
         "{toctree",
         "{image",
         "{include",
+        "{literalinclude",
     }
     assert languages - directives <= {"", "python", "sh", "toml"}
 

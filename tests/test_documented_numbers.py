@@ -103,3 +103,17 @@ def test_the_first_mention_of_cifar10_says_that_it_was_a_copy(page: str) -> None
     after = text[text.index("CIFAR-10") :][:120]
     assert "JPEG" in after
     assert "reordered" in after
+
+
+def test_the_landing_page_says_of_the_peers_what_their_page_says() -> None:
+    wins, ties, losses, tasks, better, worse = (
+        int(FOUND[f"peers_{name}"]) for name in ("wins", "ties", "losses", "tasks", "better", "worse")
+    )
+    assert wins + ties + losses == tasks
+    assert better > worse  # "more good than harm"
+    index = " ".join((ROOT / "docs" / "index.md").read_text().split())
+    named = (
+        "wins {{ peers_wins }}, ties {{ peers_ties }} and loses {{ peers_losses }} of {{ peers_tasks }} small"
+    )
+    assert named in index
+    assert "better in {{ peers_better }} of them and worse in {{ peers_worse }}" in index

@@ -47,6 +47,10 @@ def test_a_site_without_a_fault(site: Path) -> None:
             '<dt class="field-odd">Type<span class="colon">:</span></dt>\n<dd class="field-odd"><p>The largest</p></dd>',
             "index.html: took the start of a docstring for a type: 'The largest'",
         ),
+        (
+            '<dt class="field-even">Return type<span class="colon">:</span></dt>\n<dd class="field-even"><p>A handle</p></dd>',
+            "index.html: took the start of a docstring for a type: 'A handle'",
+        ),
     ],
 )
 def test_a_fault_is_named(site: Path, body: str, problem: str) -> None:

@@ -18,9 +18,10 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 TYPED = re.compile(
-    r'<dt class="field-odd">Type<span class="colon">:</span></dt>\s*<dd class="field-odd"><p>([^<]*)'
+    r'<dt class="field-\w+">(?:Type|Return type)<span class="colon">:</span></dt>\s*'
+    r'<dd class="field-\w+"><p>([^<]*)'
 )
-"""An attribute whose docstring has a colon in its first line, where Napoleon expects a type before it."""
+"""A docstring with a colon in the first line of an attribute or of Returns, where Napoleon expects a type before it."""
 
 
 class Link(NamedTuple):

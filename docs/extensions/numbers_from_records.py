@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,7 +20,9 @@ Row = dict[str, str]
 def found() -> dict[str, str]:
     """All of them by the names that pages write in double braces."""
     derivatives = {"table_derivative_rows": derivative_rows.table(rows("questions/derivative-rows.csv"))}
-    return {**digits(), **figure1(), **beyond(), **gpt(), **costs(), **versions(), **derivatives}
+    return {
+        **digits(), **figure1(), **beyond(), **gpt(), **costs(), **versions(), **peers(), **derivatives,
+    }  # fmt: skip
 
 
 def rows(path: str) -> list[Row]:
@@ -155,6 +158,16 @@ def versions() -> dict[str, str]:
     counts = ", ".join(f"{gpu[name]:,} {name}" for name in ("passed", "failed", "skipped"))
     tested = f"{gpu['device']}, torch {gpu['torch']}, commit {gpu['commit']}: {counts}"
     return {"table_versions": table([*columns], lines), "gpu_tests": tested}
+
+
+def peers() -> dict[str, str]:
+    """The verdict of the comparison, as the page says it that is written from its records."""
+    page = " ".join((RESULTS.parent / "docs" / "peers.md").read_text().split())
+    verdict = r"the best ProxProp wins (\d+), ties (\d+) and loses (\d+) of (\d+) small tasks"
+    beside = r"You use \*\*AdamW\*\*:.*?`CG\(3\)` (\d+) better, (\d+) worse"
+    (wins, ties, losses, tasks), (better, worse) = (re.findall(found, page)[0] for found in (verdict, beside))
+    named = {"wins": wins, "ties": ties, "losses": losses, "tasks": tasks, "better": better, "worse": worse}
+    return {f"peers_{name}": number for name, number in named.items()}
 
 
 WAYS = {

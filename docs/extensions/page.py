@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import matplotlib.pyplot as plt
 import torch
-from matplotlib_inline.backend_inline import set_matplotlib_formats
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -18,6 +17,8 @@ BLUE, ORANGE, GREEN, RED, PURPLE = "#3b82f6", "#e8710a", "#1f9d55", "#e5484d", "
 
 def prepare() -> None:
     """Set up a page: its figures, its warnings and its random numbers."""
+    from matplotlib_inline.backend_inline import set_matplotlib_formats  # a notebook has it
+
     set_matplotlib_formats("svg", metadata={"Date": None})
     plt.rcParams.update(
         {

@@ -98,16 +98,17 @@ for name, solver in METHODS.items():
 
 LOOK = dict(zip(METHODS, (LOOKS["backprop"], LOOKS["exact"]), strict=True))
 shown = test[:7]
-fig = plt.figure(figsize=(12, 4), layout="constrained")
+fig = plt.figure(figsize=(10, 3.8), layout="constrained")
 left, right = fig.subfigures(1, 2, squeeze=False, width_ratios=(1, 1.7))[0]
 ax, rows = left.subplots(), {"original": shown}
 for name, (lr, model, errors, _, _) in best.items():
-    ax.plot(range(1, EPOCHS + 1), errors, **LOOK[name], label=f"{name}, lr {lr:g}")
-    rows[name.replace(" on ", "\non ")] = model(shown).detach().sigmoid()
+    lines = name.replace(" on ", "\non ")
+    ax.plot(range(1, EPOCHS + 1), errors, **LOOK[name], label=f"{lines}, lr {lr:g}")
+    rows[lines] = model(shown).detach().sigmoid()
 ax.set(yscale="log", xlabel="epoch", title="Squared error on test pictures")
 ax.set(yticks=(0.01, 0.02, 0.03, 0.05), yticklabels=("0.01", "0.02", "0.03", "0.05"))
 ax.minorticks_off()
-ax.legend(fontsize=8.5)
+ax.legend(fontsize=8.5, loc="center right")
 for axes, (name, pictures) in zip(right.subplots(3, len(shown)), rows.items(), strict=True):
     for ax, picture in zip(axes, pictures, strict=True):
         ax.imshow(picture.view(SIZE, SIZE), cmap="gray_r", vmin=0, vmax=1)

@@ -103,14 +103,15 @@ for name, (optimizer, solver) in METHODS.items():
 # %%
 # Above the images, below how far each pixel is off (its mean over the three colours; black is none).
 
-fig, axes = plt.subplots(2, 5, figsize=(12.5, 4), layout="constrained")
+fig, axes = plt.subplots(2, 5, figsize=(10, 3.7), layout="constrained")
 for ax in axes.flat:
     ax.axis("off")
 axes[0, 0].imshow(image)
 axes[0, 0].set_title("The image\n", fontsize=9.5)
 for (above, below), (name, (found, psnr)) in zip(axes[:, 1:].T, best.items(), strict=True):
     above.imshow(found)
-    above.set_title(f"{name}\n{psnr:.1f} dB", fontsize=9.5)
+    title = name.replace(" on proximal directions", ", proximal")
+    above.set_title(f"{title}\n{psnr:.1f} dB", fontsize=9.5)
     shown = below.imshow((found - image).abs().mean(-1), cmap="magma", vmin=0, vmax=0.15)
 fig.colorbar(
     shown, ax=axes[1, 0], orientation="horizontal", label="mean absolute error", fraction=0.5

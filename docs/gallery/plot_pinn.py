@@ -111,16 +111,15 @@ for name, running in {"Adam": None, "Adam, running S": proxprop.Running()}.items
     runs = {lr: run(running, lr) for lr in RATES}
     best[name] = min(((lr, *found) for lr, found in runs.items()), key=lambda found: found[2])
     print(
-        f"{name:16} " + ", ".join(f"lr {lr:g}: residual {r:.2g}" for lr, (_, r, _) in runs.items())
+        f"{name:16} residual " + ", ".join(f"{r:.2g} (lr {lr:g})" for lr, (_, r, _) in runs.items())
     )
 
 # %%
 # Each method is shown at the rate with the smallest residual, which is all one could judge by if u were not
 # known.
 
-fig, axes = plt.subplots(
-    1, 4, figsize=(12.5, 3.2), width_ratios=(1.5, 1, 1, 1), layout="constrained"
-)
+fig, axes = plt.subplots(2, 2, figsize=(8.5, 6.6), layout="constrained")
+axes = axes.flatten()
 LOOK = {"Adam": LOOKS["backprop"], "Adam, running S": LOOKS["running:10"]}
 
 

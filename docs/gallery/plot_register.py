@@ -9,6 +9,8 @@ formula in float64. The pictures show what the formula does to a gradient: it ev
 scale.
 """
 
+import textwrap
+
 import matplotlib.pyplot as plt
 import torch
 from torch import nn
@@ -46,7 +48,7 @@ try:
     proxprop.convert(model, proxprop.Exact(), tau_theta=0.1)
     raise AssertionError("convert should have found nothing to convert")
 except ValueError as error:
-    print(error)
+    print(textwrap.fill(str(error), 88))
 
 # %%
 # One call, and they are converted.
@@ -98,7 +100,7 @@ for name, of in seen.items():
 # the first layer the gradient is large for the loud inputs on top. The direction reaches the quiet ones below
 # as well.
 
-fig, axes = plt.subplots(1, 4, figsize=(12.5, 4), layout="constrained")
+fig, axes = plt.subplots(1, 4, figsize=(10, 3.8), layout="constrained")
 for pair, name in zip((axes[:2], axes[2:]), seen, strict=True):
     for ax, values, title in zip(
         pair, (gradients[name], directions[name]), ("gradient", "direction D"), strict=True

@@ -82,7 +82,8 @@ def wrap(
             `convert`.
 
     Returns:
-        The handle of `attach`: `.solve()` before clipping, `.state_dict()` for checkpoints, `.detach()` to stop.
+        The handle of `attach`. Call its `.solve()` before clipping, `.state_dict()` for checkpoints, and `.detach()`
+        to stop.
 
     Raises:
         TypeError: something is not an optimizer, not a model or not a setting.

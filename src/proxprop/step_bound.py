@@ -43,7 +43,7 @@ def bound(
         horizon: after so many steps older ones are forgotten.
 
     Returns:
-        A handle: `.factor` is what the last step was multiplied by, `.detach()` ends it, `.state_dict()` and
+        A handle. Its `.factor` is what the last step was multiplied by, `.detach()` ends it, `.state_dict()` and
         `.load_state_dict()` are for checkpoints.
 
     Raises:
