@@ -89,9 +89,13 @@ WAYS: dict[str, Callable[[], AbstractContextManager]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_waits_for_nothing(name: str, way: str, work: Work) -> None:
+CAPTURED = [*(name for name in LAYERS if "linear" in name), "convolution, image rows", "attention"]
+
+
+@pytest.mark.parametrize(
+    ("way", "name"), [(way, name) for way in WAYS for name in (CAPTURED if way == "captured" else LAYERS)]
+)
+def test_a_layer_waits_for_nothing(way: str, name: str, work: Work) -> None:
     for solver in (CG(3), Exact()):
         model, x = convert(name, solver)
         for _ in range(2):  # the first one copies constants to the GPU
@@ -160,8 +164,8 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
         yield work
 
 
-@pytest.mark.parametrize(("solver", "most"), [(CG(3), 6), (Exact(), 6)], ids=repr)
-def test_a_replayed_solve_copies_in_and_out(solver: Solver, most: int, replayed: Work) -> None:
+@pytest.mark.parametrize("solver", [CG(3), Exact()], ids=repr)
+def test_a_replayed_solve_copies_in_and_out(solver: Solver, replayed: Work) -> None:
     for name in ("linear", "linear, many samples", "convolution, image rows", "transposed convolution"):
         model, x = convert(name, solver)
         for _ in range(3):
@@ -171,8 +175,7 @@ def test_a_replayed_solve_copies_in_and_out(solver: Solver, most: int, replayed:
             replayed.clear()
             y.backward(G)
         assert not replayed.crossings
-        print(name, replayed.count, replayed.operations)
-        assert 0 < replayed.count <= most
+        assert 0 < replayed.count <= 4
 
 
 class Net(nn.Module):
@@ -233,36 +236,49 @@ ATTACHED = {
 }
 
 
-def step(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    y = model(x)
-    y.backward(torch.empty_like(y))
+def step(
+    model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer, parts: int = 1, set_to_none: bool = True
+) -> None:
+    for part in x.chunk(parts):
+        y = model(part)
+        y.backward(torch.empty_like(y))
     optimizer.step()
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("attached", ATTACHED)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "attached", "way"),
+    [
+        *((kind, attached, "float32") for kind in MODELS for attached in ATTACHED),
+        *((Net, attached, "autocast") for attached in ("without averages", "averages", "bfloat16")),
+        *((Net, attached, "captured") for attached in ("without averages", "averages", "rows")),
+    ],
+)
 def test_a_deferred_step_waits_for_nothing(kind, attached: str, way: str, work: Work) -> None:
     model, x = proxprop.convert(on_gpu(kind), Exact(), module_types="all"), MODELS[kind]()
     optimizer = torch.optim.AdamW(model.parameters())
     proxprop.attach(optimizer, model, running=ATTACHED[attached])
     with WAYS[way]():
+        if (attached, way) == ("rows", "captured"):
+            with pytest.raises(RuntimeError, match="draws other rows in each step"):
+                step(model, x, optimizer)
+            return
         step(model, x, optimizer)
-        for _ in range(3):
+        for parts in (1, 2):
             work.clear()
-            step(model, x, optimizer)
+            step(model, x, optimizer, parts, set_to_none=False)
             assert work.count
             assert not work.crossings
 
 
+SELDOM = Running(damping=None, update_every=2, invert_every=4)
 STEPS = {
-    (None, CG(3)): (0, 0),
-    (None, Exact()): (0, 0),
-    (Running(update_every=10, invert_every=10), CG(3)): (0, 0),
-    (Running(update_every=10, invert_every=10), Exact()): (0, 0),
+    (None, CG(3)): (560, 550, 550),
+    (None, Exact()): (155, 145, 145),
+    (SELDOM, CG(3)): (150, 60, 101),
+    (SELDOM, Exact()): (161, 11, 52),
 }
-"""Operations of a first and of a second step of `Mlp` beyond those without proxprop."""
+"""Operations of three steps of `Mlp` beyond those without proxprop. The second rests; the third is observed."""
 
 
 @pytest.mark.parametrize(("running", "solver"), STEPS, ids=str)
@@ -273,11 +289,22 @@ def test_a_deferred_step_launches_no_more_than_it_did(running, solver: Solver, w
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if converted:
             proxprop.attach(optimizer, proxprop.convert(model, solver), running=running)
-        for _ in range(2):
+        for _ in range(3):
             work.clear()
             step(model, x, optimizer)
             found.append(work.count)
-    plain, _, *steps = found
-    extra = [count - plain for count in steps]
-    print(running, solver, plain, extra)
+    extra = [with_proxprop - plain for plain, with_proxprop in zip(found[:3], found[3:], strict=True)]
     assert all(count <= most + MORE for count, most in zip(extra, STEPS[running, solver], strict=True)), extra
+
+
+def test_a_replayed_system_is_copied_once(replayed: Work) -> None:
+    model, x = proxprop.convert(on_gpu(Mlp), CG(3)), empty(256, 784)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    proxprop.attach(optimizer, model, running=SELDOM)
+    for _ in range(4):  # the last one rests
+        replayed.clear()
+        step(model, x, optimizer)
+    solved = 5
+    assert replayed.operations["_foreach_copy_"] == 2 * solved  # in and out
+    assert replayed.operations["clone"] == 3 * solved  # the solution, its bias and the flag
+    assert not replayed.launches

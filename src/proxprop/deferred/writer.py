@@ -367,10 +367,14 @@ def direct(equation: Equation, operator: Operator | RowSolve, whole: Whole | Non
     with no_autocast(B.device.type):
         solution = operator.apply(B)
     equation.layer._note_failure(solution.failed)
+    gradients, directions = list[Tensor](), list[Tensor]()
     for piece, direction in zip(pieces, layout.from_features(solution.value), strict=True):
         if piece is not None and piece.gradient is not None:
             assert direction is not None
-            piece.gradient.copy_(direction)
+            gradients.append(piece.gradient)
+            directions.append(direction)
+    if gradients:
+        copy_all(gradients, directions)
 
 
 def _read(piece: Piece, like: Tensor) -> Tensor:
