@@ -7,7 +7,7 @@ finds operands on two devices or of two precisions, and refuses whatever would m
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from proxprop import device, side_streams
+from proxprop import device
 from proxprop.transfer import conv_geometry, conv_gram
 
 GPU = torch.device("cuda", 0)
@@ -131,7 +131,9 @@ def check_launch(launch: Launch) -> None:
     name = launch.kernel.__name__
     assert set(launch.given) == set(launch.kernel.arg_names), f"{name} lacks arguments"
     limits = (2**31 - 1, 65535, 65535)
-    assert all(0 < size <= most for size, most in zip(launch.grid, limits, strict=False)), f"{name}: {launch.grid}"
+    assert all(0 < size <= most for size, most in zip(launch.grid, limits, strict=False)), (
+        f"{name}: {launch.grid}"
+    )
     for key, array in launch.given.items():
         if isinstance(array, Tensor):
             assert array.device == GPU, f"{name}: {key} is on {array.device}"
@@ -231,39 +233,35 @@ MODE = Dry()
 @contextmanager
 def dry_gpu() -> Iterator[Work]:
     """Within this context "cuda" is a GPU that computes nothing. Yields what it was asked."""
-    mode, mode.work = MODE, Work()
-    fakes = {
-        "is_cuda": _is("cuda"),
-        "is_cpu": _is("cpu"),
-        "is_meta": _is("meta"),
-        "get_device": lambda tensor: tensor.fake_device.index if tensor.is_cuda else -1,
-        "data_ptr": lambda tensor: 0,
-        "__torch_dispatch__": classmethod(_dispatch),
-    }
-    cuda = {
-        "current_device": lambda: 0,
-        "get_device_capability": lambda *_: (9, 0),
-        "is_current_stream_capturing": lambda: False,
-        "current_stream": lambda *_: None,
-        "Event": Event,
-        "Stream": lambda *_: None,
-    }
-    generator = torch.Generator
+    from triton.runtime.jit import JITFunction
+
+    MODE.work, generator = Work(), torch.Generator()
+
+    def run(kernel: Any, *args: Any, **options: Any) -> None:
+        MODE.launch(kernel, *args, **options)
+
+    stand_ins = [
+        (FakeTensor, "is_cuda", _is("cuda")),
+        (FakeTensor, "is_cpu", _is("cpu")),
+        (FakeTensor, "is_meta", _is("meta")),
+        (FakeTensor, "get_device", lambda tensor: tensor.fake_device.index if tensor.is_cuda else -1),
+        (FakeTensor, "data_ptr", lambda tensor: 0),
+        (FakeTensor, "__torch_dispatch__", classmethod(_dispatch)),
+        (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.cuda, "current_stream", lambda *_: None),
+        (torch.cuda, "Event", Event),
+        (torch.cuda, "Stream", lambda *_: None),
+        (torch, "Generator", lambda *_: generator),
+        (device, "dispatch_modes", lambda: 0),
+        (device, "Tensor", FakeTensor),  # what is not a plain tensor would be traced
+        (conv_gram, "Tensor", FakeTensor),
+        (conv_geometry, "ThreadPoolExecutor", SameThread),
+        (JITFunction, "run", run),
+    ]
     with ExitStack() as stack:
-        for name, stand_in in fakes.items():
-            stack.enter_context(mock.patch.object(FakeTensor, name, stand_in, create=True))
-        for name, stand_in in cuda.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
-        stack.enter_context(mock.patch.object(device, "dispatch_modes", lambda: 0))
-        for module in (device, conv_gram):  # what is not a plain tensor would be traced
-            stack.enter_context(mock.patch.object(module, "Tensor", FakeTensor))
-        stack.enter_context(mock.patch.object(torch, "Generator", lambda *_: generator()))  # seeds are no matter
-        stack.enter_context(mock.patch.object(conv_geometry, "ThreadPoolExecutor", SameThread))
-        from triton.runtime.jit import JITFunction
-
-        def run(kernel: Any, *args: Any, **options: Any) -> None:
-            mode.launch(kernel, *args, **options)
-
-        stack.enter_context(mock.patch.object(JITFunction, "run", run))
-        stack.enter_context(mode)
-        yield mode.work
+        for place, name, stand_in in stand_ins:
+            stack.enter_context(mock.patch.object(place, name, stand_in, create=place is FakeTensor))
+        stack.enter_context(MODE)
+        yield MODE.work

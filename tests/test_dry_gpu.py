@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn import functional
 
 import proxprop
@@ -18,7 +19,11 @@ from proxprop import CG, Exact, Running, Solver, device, replay, tuning
 from proxprop.replay import Replay, Replays
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: tests/test_gpu.py says more")
+from proxprop.kernels import rotation
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a GPU is there: tests/test_gpu.py says more"
+)
 
 SOLVERS = [CG(1), CG(3), Exact()]
 
@@ -44,6 +49,18 @@ def indices(*shape: int) -> Tensor:
     return torch.zeros(shape, device=GPU, dtype=torch.long)
 
 
+def test_what_a_gpu_or_its_host_would_suffer_from_is_noticed(work: Work) -> None:
+    with pytest.raises(RuntimeError, match="at least two devices"):
+        empty(2) + torch.zeros(2)
+    with pytest.raises(DataDependentOutputException):
+        empty(2).sum().item()
+    with pytest.raises(AssertionError, match="65536"):
+        rotation.rotate(empty(2**16, 2, 2))
+    assert not work.crossings
+    empty(2).cpu()
+    assert work.crossings == ["_to_copy"]
+
+
 LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "linear": (lambda: nn.Linear(300, 200), lambda: empty(128, 300)),
     "linear, many samples": (lambda: nn.Linear(30, 200), lambda: empty(512, 30)),
@@ -52,7 +69,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "linear, terms": (lambda: nn.Linear(1024, 1024), lambda: empty(1024, 1024)),
     "linear, terms of S": (lambda: nn.Linear(1024, 1024), lambda: empty(8192, 1024)),
     "linear, sequences": (lambda: nn.Linear(64, 96), lambda: empty(8, 16, 64)),
-    "linear, blocks": (lambda: nn.Linear(6000, 64), lambda: empty(1500, 6000)),
+    "linear, 1500 samples": (lambda: nn.Linear(6000, 64), lambda: empty(1500, 6000)),
     "convolution, image rows": (lambda: nn.Conv2d(3, 32, 5, padding=2), lambda: empty(16, 3, 32, 32)),
     "convolution, autocorrelation": (lambda: nn.Conv2d(64, 64, 3, padding=1), lambda: empty(32, 64, 32, 32)),
     "convolution, patches": (lambda: nn.Conv2d(64, 96, 3, stride=2), lambda: empty(16, 64, 33, 33)),
@@ -96,7 +113,7 @@ CAPTURED = [*(name for name in LAYERS if "linear" in name), "convolution, image 
     ("way", "name"), [(way, name) for way in WAYS for name in (CAPTURED if way == "captured" else LAYERS)]
 )
 def test_a_layer_waits_for_nothing(way: str, name: str, work: Work) -> None:
-    for solver in (CG(3), Exact()):
+    for solver in (Exact(),) if way == "autocast" else (CG(3), Exact()):
         model, x = convert(name, solver)
         for _ in range(2):  # the first one copies constants to the GPU
             work.clear()
@@ -116,21 +133,21 @@ LAUNCHES = {
     "linear, one sample": (8, 12, 9),
     "linear, terms": (11, 15, 46),
     "linear, terms of S": (49, 53, 82),
-    "linear, blocks": (48, 139, 35),
+    "linear, 1500 samples": (46, 139, 35),
     "convolution, image rows": (23, 27, 26),
-    "convolution, autocorrelation": (34, 59, 74),
-    "convolution, patches": (34, 31, 46),
+    "convolution, autocorrelation": (32, 59, 74),
+    "convolution, patches": (32, 31, 46),
     "convolution, few positions": (12, 16, 14),
-    "convolution, groups": (37, 61, 60),
-    "transposed convolution": (36, 115, 45),
+    "convolution, groups": (35, 61, 60),
+    "transposed convolution": (34, 115, 45),
     "attention": (34, 42, 40),
     "embedding": (11, 11, 11),
-    "layer norm": (37, 22, 19),
+    "layer norm": (35, 22, 19),
 }
 """Operations and kernels in the backward pass of one layer, with CG(1), CG(3) and Exact()."""
 
-MORE = 2
-"""How many more are no failure: versions of torch take some calls apart in their own ways."""
+MORE = 1
+"""How many more are no failure."""
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -273,8 +290,8 @@ def test_a_deferred_step_waits_for_nothing(kind, attached: str, way: str, work: 
 
 SELDOM = Running(damping=None, update_every=2, invert_every=4)
 STEPS = {
-    (None, CG(3)): (560, 550, 550),
-    (None, Exact()): (155, 145, 145),
+    (None, CG(3)): (555, 545, 545),
+    (None, Exact()): (154, 144, 144),
     (SELDOM, CG(3)): (150, 60, 101),
     (SELDOM, Exact()): (161, 11, 52),
 }
