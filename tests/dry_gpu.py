@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -24,6 +25,7 @@ from proxprop import device
 from proxprop.transfer import conv_geometry, conv_gram
 
 GPU = torch.device("cuda", 0)
+without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there, which tells more")
 SEEN = torch.device("meta", 1)
 """What torch's own C++ takes the GPU for: a build of torch without CUDA has no streams for nodes of autograd."""
 

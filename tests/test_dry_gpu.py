@@ -14,16 +14,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn import functional
 
 import proxprop
-from dry_gpu import GPU, Work, autocast, dry_gpu
+from dry_gpu import GPU, Work, autocast, dry_gpu, without_a_gpu
 from proxprop import CG, Exact, Running, Solver, device, replay, tuning
 from proxprop.replay import Replay, Replays
 
 pytest.importorskip("triton")
 from proxprop.kernels import rotation
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="a GPU is there: tests/test_gpu.py says more"
-)
+pytestmark = without_a_gpu
 
 SOLVERS = [CG(1), CG(3), Exact()]
 

@@ -9,7 +9,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from dry_gpu import GPU, dry_gpu  # noqa: E402
+from dry_gpu import GPU, dry_gpu, without_a_gpu  # noqa: E402
 from proxprop.kernels import cholesky, feature_cg, rotation, sample_cg, split_bf16, split_fp16  # noqa: E402
 
 pytestmark = [
@@ -74,7 +74,7 @@ GIVEN = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there, and compiles for what it is given")
+@without_a_gpu
 def test_kernels_are_compiled_for_what_they_are_given() -> None:
     with dry_gpu() as work:
         M, B = torch.empty(2, 40, 40, device=GPU), torch.empty(2, 40, 24, device=GPU)
