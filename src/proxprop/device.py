@@ -20,6 +20,9 @@ from proxprop.tuning import FAST_BFLOAT16
 TF32_ROUNDING = 2.0**-11
 """ε of TF32, which has eleven bits; one float16 term has as many."""
 
+MOST_GROUPS = 2**16 - 1
+"""Most programs that CUDA launches along the second axis of a grid, where kernels have their groups."""
+
 _coarse = ContextVar("coarse", default=False)
 _captured = ContextVar("captured", default=False)
 
@@ -28,9 +31,11 @@ def use_triton(array: Tensor) -> bool:
     """Whether to use Triton kernels for this array: float32 on a CUDA GPU, with Triton installed.
 
     Their plain twins run under torch.compile, which fuses operations itself, and under a dispatch mode, such as a
-    counter of FLOPs, which should see each operation.
+    counter of FLOPs, which should see each operation. They also take an array of too many groups: a normalisation has
+    one for each of its channels.
     """
-    return array.is_cuda and array.dtype == torch.float32 and not is_traced() and _has_triton()
+    suits = array.is_cuda and array.dtype == torch.float32 and (array.dim() < 3 or len(array) <= MOST_GROUPS)
+    return suits and not is_traced() and _has_triton()
 
 
 def is_traced() -> bool:

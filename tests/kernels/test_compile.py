@@ -3,11 +3,13 @@
 import os
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from dry_gpu import GPU, dry_gpu, without_a_gpu  # noqa: E402
 from proxprop.kernels import cholesky, feature_cg, rotation, sample_cg, split_bf16, split_fp16  # noqa: E402
 
 pytestmark = [
@@ -19,7 +21,10 @@ pytestmark = [
 ]
 TERMS = {"TERMS_OF_RHO": "*fp16", "TERMS_OF_SEARCH": "*fp16", "TERMS_OF_M": "*fp16", "TERMS_OF_X": "*bf16"}
 FLOATS = dict.fromkeys(("damping", "epsilon", "least_share", "root"), "fp32")
-TYPES = {**TERMS, **FLOATS, "FAILED": "*i1", "LOST": "*i1"}
+TYPES = {**TERMS, **FLOATS, "FAILED": "*i1", "LOST": "*i1", "SPOILT": "*i1"}
+MOST_SHARED_BYTES = 227 * 1024
+"""Of a block on a GPU of compute capability 9.0."""
+
 STEPS = [(True, False), (False, False), (False, True), (True, True)]
 KERNELS = [
     (cholesky._begin, {"TILE": 32}, 1),
@@ -52,8 +57,42 @@ KERNELS = [
 )
 def test_kernel_compiles_for_a_gpu(kernel, constants: dict[str, object], warps: int) -> None:
     names = kernel.arg_names
-    types = {name: TYPES.get(name, "*fp32" if name.isupper() else "i32") for name in names}
-    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    signature = {name: "constexpr" if name in constants else type_of(name) for name in names}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     assert kernel.__name__ in compiled.asm["ptx"]
+    assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= MOST_SHARED_BYTES
+
+
+def type_of(argument: str) -> str:
+    return TYPES.get(argument, "*fp32" if argument.isupper() else "i32")
+
+
+GIVEN = {
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.bool: "*i1", int: "i32", float: "fp32",
+}  # fmt: skip
+
+
+@without_a_gpu
+def test_kernels_are_compiled_for_what_they_are_given() -> None:
+    with dry_gpu() as work:
+        M, B = torch.empty(2, 40, 40, device=GPU), torch.empty(2, 40, 24, device=GPU)
+        cholesky.inverse_factor(M, 1.0, 1e-6)
+        rotation.rotate(B)
+        rotation.rotate(torch.empty(1, 2000, 8, device=GPU))
+        split_bf16.terms(B[0], (0, 2, 1), 40)
+        for features in (M, torch.empty(1, 1100, 1100, device=GPU)):
+            feature_cg.feature_cg(features, features[..., :24], 1.0, 3, 3)
+        for terms in (1, 3):
+            sample_cg.sample_cg(M, B, 1.0, 3, terms, True)
+    compiled = {(kernel.__name__, kernel.__module__): (kernel, constants) for kernel, constants, _ in KERNELS}
+    launched = {(launch.kernel.__name__, launch.kernel.__module__) for launch in work.launches}
+    assert launched == set(compiled)
+    for launch in work.launches:
+        kernel, constants = compiled[launch.kernel.__name__, launch.kernel.__module__]
+        assert {name for name in kernel.arg_names if name in constants} == set(constants)
+        for name, value in launch.given.items():
+            if name not in constants:
+                kind = value.dtype if isinstance(value, torch.Tensor) else type(value)
+                assert GIVEN[kind] == type_of(name), f"{kernel.__name__}: {name}"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
@@ -152,6 +152,8 @@ class Call:
             and isinstance(transfer, Affine)
             and not leaf.is_meta
         ):
+            if device.is_captured(leaf):
+                _refuse_draws(self.system)
             S = transfer.sampled_gram(sampling.draw(samples, leaf.device))
             return S if blocks is None else blocks.blocks_of(S)
         if not samples:
@@ -261,6 +263,14 @@ def _refuse_gradients_alone(system: "System") -> None:
             "captured of torch.autograd.grad, as torch.cuda.make_graphed_callables does, which asks for gradients "
             "alone. Capture the whole step with torch.cuda.graph, or use it in immediate mode, without proxprop.attach"
         )
+
+
+def _refuse_draws(system: "System") -> NoReturn:
+    """Raise RuntimeError: a CUDA graph would replay the rows of one draw, and torch does not let it draw at all."""
+    raise RuntimeError(
+        f"{system.name}: Running(rows=...) draws other rows in each step that sums S, which a CUDA graph can't. "
+        "Capture the steps between these alone, or attach with rows=None"
+    )
 
 
 def _is_asked_for(leaf: Any) -> bool:

@@ -88,10 +88,12 @@ class Solve:
         solver, (M, damping, factor) = self.solver, self.form
 
         def solve(given: Sequence[Tensor]) -> Solution:
-            return solver.features(given[0], given[1], damping).times(factor)
+            S, B = given
+            if S is M and not self.once:  # a replay has a copy of its own
+                S = M.clone()
+            return solver.features(S, B, damping).times(factor)
 
-        given = (M if self.once else M.clone(), B)
-        return replayed((solver, damping, factor), solve, given) if solver.capturable else solve(given)
+        return replayed((solver, damping, factor), solve, (M, B)) if solver.capturable else solve((M, B))
 
     def scale(self) -> Tensor:
         """What each feature is multiplied by where M is diagonal: `factor / (λ + M)`, `[groups, features]`."""

@@ -357,10 +357,9 @@ def write_direction(equation: Equation, operator: Operator, whole: Whole | None 
     with no_autocast(B.device.type):
         solution = operator.apply(B)
     equation.layer._note_failure(solution.failed)
-    for gradient, direction in zip(gradients, layout.from_features(solution.value), strict=True):
-        if gradient is not None:
-            assert direction is not None
-            gradient.copy_(direction)
+    pairs = zip(gradients, layout.from_features(solution.value), strict=True)
+    written = [(g, d) for g, d in pairs if g is not None and d is not None]
+    copy_all([gradient for gradient, _ in written], [direction for _, direction in written])
 
 
 def _gradient(block: Block, whole: Whole | None) -> Tensor:

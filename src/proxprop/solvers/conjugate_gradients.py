@@ -98,7 +98,8 @@ class _Iteration:
         self.squared = self._inner(self.first, self.dual_first)
         self.calm = self._calm(bounds)
         self.watch = self._watch() if self.calm is None else None
-        self.over_first = self._over_first() if self.calm is None or iterations > FEW else None
+        orthogonalizes = iterations > FEW if self.calm is not None else iterations > 1
+        self.over_first = self._over_first() if orthogonalizes else None
         self.image, self.length = self._measure(None)
         if diagonal is not None and self.watch is not None:
             # this step leads along the gradient, but its length may be rounding

@@ -49,8 +49,13 @@ def always_rotates(samples: int, like: Tensor) -> bool:
 
 
 def mean_dominates(K: Tensor) -> bool:
-    """Whether the mean's share of K's trace, `1ᵀK1/N`, leaves too few digits for the rest."""
+    """Whether the mean's share of K's trace, `1ᵀK1/N`, leaves too few digits for the rest.
+
+    One sample is its mean, and there is no rest. Nor would a GPU have to be asked.
+    """
     samples = K.shape[-1]
+    if samples == 1:
+        return False
     traces, sums = K.diagonal(dim1=-2, dim2=-1).sum(-1).tolist(), K.sum((-2, -1)).tolist()
     least = (1 - LEAST_REST) * samples
-    return samples > 1 and any(total > least * trace for total, trace in zip(sums, traces, strict=True))
+    return any(total > least * trace for total, trace in zip(sums, traces, strict=True))
