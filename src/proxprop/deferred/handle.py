@@ -162,6 +162,8 @@ class Attached(Joinable):
         if self.averages is None:
             self.directions.turn({c: _solves(terms) for c, terms in steps.items()}, set(), self._lends)
         elif steps or resting:
+            for cluster, terms in steps.items():
+                cluster.watch.clear_given_up(terms)
             self._average(self.averages, steps, resting)
         for cluster in (*steps, *resting):
             cluster.watch.note_solved()

@@ -12,14 +12,21 @@ from torch import Tensor
 from proxprop import tuning
 from proxprop.deferred.accumulator import System
 from proxprop.deferred.collectives import Group
-from proxprop.deferred.equation import Equation
+from proxprop.deferred.equation import Equation, Term
 from proxprop.deferred.owners import Route, Way
 from proxprop.deferred.preconditioner import Operator
 from proxprop.deferred.shards import local, whole
 from proxprop.distributed import check_layer, mesh_of, several_ranks
 from proxprop.nn import ProximalLayer
 from proxprop.solvers import DIAGONAL
-from proxprop.torch_internals import active_ddp, after_backward_pass, backward_pass, stored_entries, writes
+from proxprop.torch_internals import (
+    active_ddp,
+    after_backward_pass,
+    backward_pass,
+    entries,
+    stored_entries,
+    writes,
+)
 
 if TYPE_CHECKING:
     from proxprop.deferred.handle import Attached
@@ -285,6 +292,23 @@ class Watch:
                 f"{self.cluster.name}: .grad still held the direction of the last step when backward added to it, "
                 "so that it can't be solved for. Call zero_grad() on the model between a step and the next backward"
             )
+
+    def _is_zero(self) -> Tensor:
+        """Whether nothing but zeros is in the gradients, decided on the device."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        return torch.stack([~entries(local(g)).any() for g in gradients]).all()
+
+    def clear_given_up(self, terms: Sequence[Term]) -> None:
+        """Set to zero what was summed for gradients that were then set to zero: it is no part of an average.
+
+        Under FSDP2 a shard may be zero where others are not.
+        """
+        if self._spread or self._current() in (self._seen, self._nothing):
+            return
+        zeroed = self._is_zero()
+        for tensor in (tensor for term in terms for tensor in term[1:]):
+            if tensor is not None and not tensor.is_meta:
+                tensor.masked_fill_(zeroed.to(tensor.device), 0.0)
 
     def note_solved(self) -> None:
         """The gradients hold the direction now."""
