@@ -242,6 +242,19 @@ def test_a_step_without_zero_grad_is_refused() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_what_was_added_to_a_direction_and_given_up_is_no_obstacle(set_to_none: bool) -> None:
+    """To a step that does not use the layer."""
+    model = small_model(Exact())
+    optimizer, _ = still(model)
+    loss_of(model, images()).backward()
+    optimizer.step()
+    loss_of(model, images()).backward()
+    model.zero_grad(set_to_none)
+    optimizer.step()
+    assert not any(gradient.any() for gradient in grads(model).values())
+
+
 @works("Two networks, one trained through the other (GAN)", mode="deferred")
 @works("Two networks, one trained through the other (GAN)")
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -287,7 +287,7 @@ class Watch:
 
         Only when they are to be solved: a discriminator's often are, by the generator's loss, and then zeroed.
         """
-        if self._mixed:
+        if self._mixed and not self._is_zero():
             raise RuntimeError(
                 f"{self.cluster.name}: .grad still held the direction of the last step when backward added to it, "
                 "so that it can't be solved for. Call zero_grad() on the model between a step and the next backward"
