@@ -367,7 +367,11 @@ class Watch:
         if self._spread:
             # A DTensor counts what it is asked to do, the tensor inside what FSDP2 and we do to that.
             return [NONE if (g := p.grad) is None else writes(g) + writes(local(g)) for p in self.parameters]
-        return [NONE if (g := p.grad) is None else writes(g) for p in self.parameters]
+        found = []
+        for parameter in self.parameters:  # a comprehension is one more call, several times in a step
+            gradient = parameter.grad
+            found.append(NONE if gradient is None else writes(gradient))
+        return found
 
     def _place(self, parameter: Tensor) -> int:
         """Where a gradient lies. DDP may put it elsewhere, where writes are counted anew."""
