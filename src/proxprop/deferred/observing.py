@@ -271,7 +271,7 @@ class Watch:
     def _begin_pass(self, task: int) -> None:
         for system in self.systems:
             if system.holds:
-                self._forget_if_zeroed()
+                self.forget_if_zeroed()
                 break
         before, mixed = self._current(), False
         if before != self._nothing:
@@ -323,7 +323,7 @@ class Watch:
         found = zip(self.parameters, now, self._solved, strict=False)
         return any(own != NONE and solved == (own, self._place(p)) for p, own, solved in found)
 
-    def _forget_if_zeroed(self) -> None:
+    def forget_if_zeroed(self) -> None:
         """Drop S if a gradient that belongs to it was set to None or to zero; the latter is decided on the device."""
         seen, now = self._seen != self._nothing, self._current()
         last = zip(self.parameters, self._seen, now, strict=True)

@@ -261,6 +261,9 @@ class Reduction:
         self._end_round()
         self._arrive()
         self._drop_zeroed()
+        # what passes under `no_sync` summed is sent with this one, which may not come to the layer on this rank
+        for cluster in dict.fromkeys(system.cluster for system in self.systems if system.holds):
+            cluster.watch.forget_if_zeroed()
         group = next((s.cluster.group for s in self.systems if s.cluster.group is not None), None)
         if group is None or not synchronised:
             return
