@@ -336,10 +336,13 @@ class Watch:
                 system.forget()
         if none or self._spread:
             return
+        # In a bucket of DDP's, gradients count their writes together: one that was zero all along seems to change.
+        together: dict[int, list[Tensor]] = {}
         for gradient, changed in gradients:
-            if gradient is None or gradient.is_sparse or not changed:
-                continue
-            zeroed = ~gradient.any()
+            if gradient is not None and not gradient.is_sparse and changed:
+                together.setdefault(gradient.untyped_storage().data_ptr(), []).append(gradient)
+        for changed_together in together.values():
+            zeroed = ~torch.stack([gradient.any() for gradient in changed_together]).any()
             for system in self.systems:
                 system.clear_where(zeroed)
 
