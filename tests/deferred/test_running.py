@@ -301,6 +301,18 @@ def test_blocks_start_anew_where_other_parameters_are_trained(invert_every: int)
         assert relative_error(found, stated(C, A.T @ G, 0.3, Exact())) < 1e-9
 
 
+@pytest.mark.parametrize("running", [None, Running(), Running(block=3)], ids=["plain", "running", "blocks"])
+def test_parameters_frozen_between_backward_and_the_step_are_refused(running: Running | None) -> None:
+    """S is not theirs, though in blocks it may be as large."""
+    layer = proxprop.nn.Linear(5, 3, solver=Exact(), space="feature")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    proxprop.attach(optimizer, layer, running=running)
+    layer(randn(9, 5, seed=1).float()).square().sum().backward()
+    layer.bias.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="which parameters are trained changed between backward and the step"):
+        optimizer.step()
+
+
 def test_blocks_that_divide_the_features_of_a_grouped_convolution() -> None:
     """Each group is a convolution by itself."""
     torch.manual_seed(0)

@@ -486,6 +486,15 @@ class System(Equation):
         for total in self._sums:
             total.masked_fill_(zeroed.to(total.device), 0.0)
 
+    def refuse_changed(self) -> None:
+        """Raise RuntimeError if other parameters are trained than those that S was summed for."""
+        for block, shape in zip(self.blocks, self.summed_shapes, strict=True):
+            if block is not None and block.parameter.requires_grad != (shape is not None):
+                raise RuntimeError(
+                    f"{self.name}: which parameters are trained changed between backward and the step, so that S is not "
+                    "theirs. Freeze and unfreeze after the step, or call zero_grad() first"
+                )
+
     def take(self) -> list[Tensor]:
         """What was summed in each leaf, which is forgotten here; empty where nothing was."""
         self._sum_rows()

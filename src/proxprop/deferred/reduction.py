@@ -189,6 +189,7 @@ class Reduction:
             if sums is None and system.cluster.group is None:
                 sums = system.take()
             if sums:
+                system.refuse_changed()
                 found.setdefault(system.cluster, []).append(Term(system, *sums))
         return found
 
