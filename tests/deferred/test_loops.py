@@ -134,6 +134,23 @@ def test_layers_of_two_optimizers_can_be_attached_one_after_the_other() -> None:
 
 
 @works("Parameter groups", mode="deferred")
+def test_a_layer_that_comes_to_the_optimizer_after_attach_is_warned_of_once() -> None:
+    """As in gradual unfreezing; it is solved in every micro-batch until it is attached too."""
+    model = small_model(Exact())
+    layers = [module for module in model if isinstance(module, proxprop.nn.ProximalLayer)]
+    optimizer = torch.optim.SGD(layers[-1].parameters(), lr=0.0)
+    handle = proxprop.attach(optimizer, model)
+    for layer in layers[:-1]:
+        optimizer.add_param_group({"params": list(layer.parameters())})
+    loss_of(model, images()).backward()
+    with pytest.warns(UserWarning, match=r"0 came to the optimizer after attach.*\.detach\(\).*attach again") as told:
+        optimizer.step()
+    assert len(told) == 1
+    optimizer.step()
+    handle.detach()
+    assert len(proxprop.attach(optimizer, model).choices) == len(layers)
+
+
 def test_an_optimizer_of_weights_only() -> None:
     """The system is still that of weight and bias, as in immediate mode."""
     model = small_model(Exact())
