@@ -143,7 +143,9 @@ def test_a_layer_that_comes_to_the_optimizer_after_attach_is_warned_of_once() ->
     for layer in layers[:-1]:
         optimizer.add_param_group({"params": list(layer.parameters())})
     loss_of(model, images()).backward()
-    with pytest.warns(UserWarning, match=r"0 came to the optimizer after attach.*\.detach\(\).*attach again") as told:
+    with pytest.warns(
+        UserWarning, match=r"0 came to the optimizer after attach.*\.detach\(\).*attach again"
+    ) as told:
         optimizer.step()
     assert len(told) == 1
     optimizer.step()

@@ -309,7 +309,9 @@ def test_parameters_frozen_between_backward_and_the_step_are_refused(running: Ru
     proxprop.attach(optimizer, layer, running=running)
     layer(randn(9, 5, seed=1).float()).square().sum().backward()
     layer.bias.requires_grad_(False)
-    with pytest.raises(RuntimeError, match="which parameters are trained changed between backward and the step"):
+    with pytest.raises(
+        RuntimeError, match="which parameters are trained changed between backward and the step"
+    ):
         optimizer.step()
 
 

@@ -491,8 +491,8 @@ class System(Equation):
         for block, shape in zip(self.blocks, self.summed_shapes, strict=True):
             if block is not None and block.parameter.requires_grad != (shape is not None):
                 raise RuntimeError(
-                    f"{self.name}: which parameters are trained changed between backward and the step, so that S is not "
-                    "theirs. Freeze and unfreeze after the step, or call zero_grad() first"
+                    f"{self.name}: which parameters are trained changed between backward and the step, so that S is "
+                    "not theirs. Freeze and unfreeze after the step, or call zero_grad() first"
                 )
 
     def take(self) -> list[Tensor]:

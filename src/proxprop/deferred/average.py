@@ -153,7 +153,9 @@ class Averages:
     def __init__(self, running: Running, clusters: Sequence[Cluster]) -> None:
         self.running, self.clusters = running, clusters
         self.averages: dict[Equation, Term] = {}
-        self._shapes: dict[Equation, Shapes] = {}  # of what was trained: other parameters may have an S as large
+        self._shapes: dict[
+            Equation, Shapes
+        ] = {}  # of what was trained: other parameters may have an S as large
 
     @property
     def bytes(self) -> int:
