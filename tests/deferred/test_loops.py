@@ -133,7 +133,6 @@ def test_layers_of_two_optimizers_can_be_attached_one_after_the_other() -> None:
     assert_same(grads(model), expected, tolerance=1e-9)
 
 
-@works("Parameter groups", mode="deferred")
 def test_a_layer_that_comes_to_the_optimizer_after_attach_is_warned_of_once() -> None:
     """As in gradual unfreezing; it is solved in every micro-batch until it is attached too."""
     model = small_model(Exact())
@@ -153,6 +152,7 @@ def test_a_layer_that_comes_to_the_optimizer_after_attach_is_warned_of_once() ->
     assert len(proxprop.attach(optimizer, model).choices) == len(layers)
 
 
+@works("Parameter groups", mode="deferred")
 def test_an_optimizer_of_weights_only() -> None:
     """The system is still that of weight and bias, as in immediate mode."""
     model = small_model(Exact())
