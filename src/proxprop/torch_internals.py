@@ -83,6 +83,11 @@ def stored_entries(sparse: Tensor) -> int:
     return sparse._nnz()
 
 
+def entries(tensor: Tensor) -> Tensor:
+    """The stored numbers of a tensor, sparse or dense. Without it, a sparse gradient can't be compared with zero."""
+    return tensor._values() if tensor.is_sparse else tensor
+
+
 # Transforms and modes
 
 

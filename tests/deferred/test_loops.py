@@ -133,6 +133,25 @@ def test_layers_of_two_optimizers_can_be_attached_one_after_the_other() -> None:
     assert_same(grads(model), expected, tolerance=1e-9)
 
 
+def test_a_layer_that_comes_to_the_optimizer_after_attach_is_warned_of_once() -> None:
+    """As in gradual unfreezing; it is solved in every micro-batch until it is attached too."""
+    model = small_model(Exact())
+    layers = [module for module in model if isinstance(module, proxprop.nn.ProximalLayer)]
+    optimizer = torch.optim.SGD(layers[-1].parameters(), lr=0.0)
+    handle = proxprop.attach(optimizer, model)
+    for layer in layers[:-1]:
+        optimizer.add_param_group({"params": list(layer.parameters())})
+    loss_of(model, images()).backward()
+    with pytest.warns(
+        UserWarning, match=r"0 came to the optimizer after attach.*\.detach\(\).*attach again"
+    ) as told:
+        optimizer.step()
+    assert len(told) == 1
+    optimizer.step()
+    handle.detach()
+    assert len(proxprop.attach(optimizer, model).choices) == len(layers)
+
+
 @works("Parameter groups", mode="deferred")
 def test_an_optimizer_of_weights_only() -> None:
     """The system is still that of weight and bias, as in immediate mode."""
@@ -240,6 +259,19 @@ def test_a_step_without_zero_grad_is_refused() -> None:
     loss_of(model, images()).backward()
     with pytest.raises(RuntimeError, match=r"\.grad still held the direction of the last step.*zero_grad"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_what_was_added_to_a_direction_and_given_up_is_no_obstacle(set_to_none: bool) -> None:
+    """To a step that does not use the layer."""
+    model = small_model(Exact())
+    optimizer, _ = still(model)
+    loss_of(model, images()).backward()
+    optimizer.step()
+    loss_of(model, images()).backward()
+    model.zero_grad(set_to_none)
+    optimizer.step()
+    assert not any(gradient.any() for gradient in grads(model).values())
 
 
 @works("Two networks, one trained through the other (GAN)", mode="deferred")

@@ -5,6 +5,7 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -292,6 +293,28 @@ def test_a_step_that_is_given_up_leaves_nothing_where_the_next_one_does_not_use_
     optimizer.step()
     for x, G in given[steps:]:
         assert relative_error(stepped(layer, optimizer, x, G), expected.direction(x, gradient(x, G))) < 1e-12
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2], ids=["at first", "between", "later"])
+@pytest.mark.parametrize("damping", [0.3, None])
+def test_what_is_given_up_in_place_is_a_step_without_samples(steps: int, damping: float | None) -> None:
+    """Where the next step does not use the layer: its gradient is zero, but there, so that the optimizer steps on it."""
+    running = replace(RUNNING, damping=damping)
+    found = []
+    for scale in (1.0, 1e3):
+        layer, optimizer = attached(Exact(), running)
+        given = batches(steps + 6)
+        spike, spike_G = given.pop(steps)
+        for x, G in given[:steps]:
+            stepped(layer, optimizer, x, G)
+        optimizer.zero_grad()
+        layer(scale * spike).backward(scale * spike_G)
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        assert not held(layer).any()
+        found.append([stepped(layer, optimizer, x, G) for x, G in given[steps:]])
+    for ordinary, spiked in zip(*found, strict=True):
+        assert relative_error(spiked, ordinary) < 1e-12
 
 
 def test_s_of_a_graph_that_comes_a_step_late_is_dropped() -> None:

@@ -307,6 +307,44 @@ def test_features_in_blocks_have_the_stated_direction(bias: bool, rows_drawn: in
     assert handle.bytes == 3 * 4 * 4 * 8
 
 
+@pytest.mark.parametrize("invert_every", [1, 3])
+def test_blocks_start_anew_where_other_parameters_are_trained(invert_every: int) -> None:
+    """Also where their S is as large: the bias would take the place of what pads the last block."""
+    running = Running(decay=0.8, update_every=1, invert_every=invert_every, block=3)
+    torch.manual_seed(0)
+    layer = proxprop.nn.Linear(5, 3, solver=Exact(), dtype=torch.float64)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    proxprop.attach(optimizer, layer, running=running)
+    x, G = randn(9, 5, seed=1), randn(9, 3, seed=2)
+    for trained in (True, False, True):
+        layer.bias.requires_grad_(trained)
+        optimizer.zero_grad()
+        layer(x).backward(G)
+        optimizer.step()
+        A = rows(x) if trained else x
+        block = torch.arange(A.shape[1]) // 3
+        C = torch.where(block[:, None] == block, A.T @ A / len(x), 0.0)
+        found = torch.cat([layer.weight.grad.T, *([layer.bias.grad[None]] if trained else [])])
+        assert relative_error(found, stated(C, A.T @ G, 0.3, Exact())) < 1e-9
+
+
+@pytest.mark.parametrize("space", ["feature", "sample"])  # S is summed, or rows are kept
+@pytest.mark.parametrize("running", [None, Running(), Running(block=3)], ids=["plain", "running", "blocks"])
+def test_parameters_frozen_between_backward_and_the_step_are_refused(
+    running: Running | None, space: str
+) -> None:
+    """S is not theirs, though in blocks it may be as large."""
+    layer = proxprop.nn.Linear(5, 3, solver=Exact(), space=space)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    proxprop.attach(optimizer, layer, running=running)
+    layer(randn(4, 5, seed=1).float()).square().sum().backward()
+    layer.bias.requires_grad_(False)
+    with pytest.raises(
+        RuntimeError, match="which parameters are trained changed between backward and the step"
+    ):
+        optimizer.step()
+
+
 def test_blocks_that_divide_the_features_of_a_grouped_convolution() -> None:
     """Each group is a convolution by itself."""
     torch.manual_seed(0)

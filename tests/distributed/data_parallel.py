@@ -1,5 +1,6 @@
 """DistributedDataParallel: the same directions as one process with the concatenated batch."""
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -162,6 +163,48 @@ def layer_unused_on_some_ranks() -> None:
     sum(loss(alone, rank) for rank in range(dist.get_world_size())).div(dist.get_world_size()).backward()
     reference.step()
     assert_parity(model, {name: p.grad for name, p in alone.named_parameters()})
+
+
+def given_up_under_no_sync() -> None:
+    """A rank that does not use a layer in the next pass sends nothing of what it gave up."""
+    torch.manual_seed(1)
+    alone = proxprop.convert(Forked().double(), proxprop.Exact(), tau_theta=0.5)
+    model = DistributedDataParallel(copy.deepcopy(alone), find_unused_parameters=True)
+    batches = whole("exact").chunk(ranks := dist.get_world_size())
+    own, uses = batches[rank := dist.get_rank()], [r % 2 == 0 for r in range(ranks)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.0) for each in (model, alone)]
+    for optimizer, each in zip(optimizers, (model, alone), strict=True):
+        proxprop.attach(optimizer, each)
+    with model.no_sync():
+        mean_square(model(1e3 * own, uses[rank])).backward()
+    optimizers[0].zero_grad(set_to_none=False)
+    mean_square(model(own, not uses[rank])).backward()
+    sum(mean_square(alone(x, not used)) for x, used in zip(batches, uses, strict=True)).div(ranks).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_parity(model, {name: p.grad for name, p in alone.named_parameters()})
+
+
+def zero_gradient_in_a_bucket() -> None:
+    """Inputs that are zero leave a weight's gradient zero and count all the same, though its bucket is written to."""
+    torch.manual_seed(1)
+    alone = proxprop.convert(Forked().double(), proxprop.Exact(), tau_theta=0.5)
+    model = DistributedDataParallel(copy.deepcopy(alone), gradient_as_bucket_view=True)
+    batches = whole("exact").chunk(ranks := dist.get_world_size())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.0) for each in (model, alone)]
+    for optimizer, each in zip(optimizers, (model, alone), strict=True):
+        proxprop.attach(optimizer, each)
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=False)
+        with model.no_sync():
+            mean_square(model(torch.zeros_like(batches[0]), True)).backward()
+        mean_square(model(batches[dist.get_rank()], True)).backward()
+        for x in batches:
+            sum(mean_square(alone(part, True)) for part in (torch.zeros_like(x), x)).div(ranks).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_parity(model, {name: p.grad for name, p in alone.named_parameters()})
 
 
 class Attending(nn.Module):
@@ -374,6 +417,8 @@ CASES: dict[str, Callable[[], None]] = {
     "ddp-scaler": scaled_loss,
     "ddp-reentrant": layer_reached_several_times,
     "ddp-unused": layer_unused_on_some_ranks,
+    "ddp-zero-gradient": zero_gradient_in_a_bucket,
+    "ddp-given-up": given_up_under_no_sync,
     "ddp-unused-attention": attention_unused_on_some_ranks,
     "ddp-join": partial(uneven_inputs, divide_by_initial=True),
     "ddp-join-divide": partial(uneven_inputs, divide_by_initial=False),

@@ -463,6 +463,7 @@ class System(Equation):
         self._arriving = []  # of passes that failed
         if not self._rows:
             return None
+        self.refuse_changed()
         call = self._kept_call()
         if self._sums or not rows_pay(call.sizes, self.layer._settings):
             return None
@@ -470,7 +471,7 @@ class System(Equation):
         return call
 
     def _kept_call(self) -> LinearTransfer:
-        layout = self.layout
+        layout = self.summed_layout
         assert isinstance(layout, LinearTransfer)
         precise = [rows.to(self.leaves[0].dtype) for rows in self._rows]
         return layout.with_rows(precise[0] if len(precise) == 1 else torch.cat(precise))
@@ -497,6 +498,15 @@ class System(Equation):
         for total in self._sums:
             total.masked_fill_(zeroed.to(total.device), 0.0)
 
+    def refuse_changed(self) -> None:
+        """Raise RuntimeError if other parameters are trained than those that S was summed for."""
+        for block, shape in zip(self.blocks, self.summed_shapes, strict=True):
+            if block is not None and block.parameter.requires_grad != (shape is not None):
+                raise RuntimeError(
+                    f"{self.name}: which parameters are trained changed between backward and the step, so that S is "
+                    "not theirs. Freeze and unfreeze after the step, or call zero_grad() first"
+                )
+
     def take(self) -> list[Tensor]:
         """What was summed in each leaf, which is forgotten here; empty where nothing was."""
         self._sum_rows()
@@ -505,6 +515,8 @@ class System(Equation):
             if leaf.grad is not None:
                 found.append(leaf.grad)
                 leaf.grad = None
+        if found:
+            self.refuse_changed()
         return found
 
     def take_share(self) -> list[Tensor]:

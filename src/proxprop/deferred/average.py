@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from proxprop.deferred.accumulator import System
 from proxprop.deferred.equation import BlockLayout, Equation, Term, join, total
 from proxprop.deferred.observing import Cluster, Pair
 from proxprop.deferred.preconditioner import (
@@ -23,6 +24,7 @@ from proxprop.deferred.preconditioner import (
 )
 from proxprop.deferred.writer import bring_operators, plain
 from proxprop.torch_internals import add_all, multiply_all, norms
+from proxprop.transfer import Shapes
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,9 @@ class Averages:
     def __init__(self, running: Running, clusters: Sequence[Cluster]) -> None:
         self.running, self.clusters = running, clusters
         self.averages: dict[Equation, Term] = {}
+        self._shapes: dict[
+            Equation, Shapes
+        ] = {}  # of what was trained: other parameters may have an S as large
 
     @property
     def bytes(self) -> int:
@@ -197,10 +202,12 @@ class Averages:
         started = set[Cluster]()
         alike: dict[tuple[torch.device, torch.dtype], list[tuple[Term, Term]]] = {}
         for cluster, step in [(cluster, step) for cluster, terms in steps.items() for step in terms]:
-            held, S = self.averages.get(step.equation), step.S
-            if held is None or held.S.shape != S.shape:
+            system, S = step.equation, step.S
+            assert isinstance(system, System)
+            held = self.averages.get(system)
+            if held is None or self._shapes[system] != system.summed_shapes:
                 started.add(cluster)
-                self.averages[step.equation] = step
+                self.averages[system], self._shapes[system] = step, system.summed_shapes
                 if not S.is_meta:
                     clean([step])
                 continue
@@ -208,7 +215,7 @@ class Averages:
                 held.S.device != S.device if cluster.mine else self._has_moved(cluster)
             ):
                 started.add(cluster)
-                held = self.averages[step.equation] = held.to(S)
+                held = self.averages[system] = held.to(S)
             if not S.is_meta:
                 alike.setdefault((S.device, S.dtype), []).append((held, step))
         decay = self.running.decay**self.running.update_every
@@ -283,6 +290,7 @@ class Averages:
                 continue
             device = None if cluster.mine else "meta"
             self.averages[system] = Term(system, *(torch.zeros_like(x, device=device) for x in system.leaves))
+            self._shapes[system] = system.summed_shapes
 
     def state(self, whole: bool) -> dict[str, Tensor]:
         """The state that this rank has, or all of it, brought from its owners."""

@@ -1,5 +1,6 @@
 """What `attach` returns: the layers of a model whose steps are solved when their optimizer steps."""
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,13 @@ class Attached(Joinable):
         self.clusters = [Cluster(systems, passes, update_every) for systems in components(self.systems)]
         self.averages = Averages(running, self.clusters) if running is not None else None
         self.directions = Directions(kept=running is not None)
+        attached = {choice.layer for choice in self.choices.values()}
+        self._left = {  # parameters of layers that no optimizer held when they were attached
+            id(p): layer._layer_name
+            for layer in model.modules()
+            if isinstance(layer, ProximalLayer) and layer not in attached and layer._attached is None
+            for p in layer.parameters()
+        }
         # Ranks may turn out to differ here, so that nothing must be tied or hooked before.
         self.reduction = Reduction(model, self.systems, self._settle)
         for cluster in self.clusters:
@@ -164,6 +172,8 @@ class Attached(Joinable):
                 rows | {c: _solves(terms) for c, terms in steps.items()}, set(), self._lends
             )
         elif steps or resting:
+            for cluster, terms in steps.items():
+                cluster.watch.clear_given_up(terms)
             self._average(self.averages, steps, resting)
         for cluster in (*rows, *steps, *resting):
             cluster.watch.note_solved()
@@ -213,6 +223,7 @@ class Attached(Joinable):
                 "backward, or call .detach() on what proxprop.attach returned and let each layer solve inside backward"
             )
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._warn_of_added(parameters)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self.solve(parameters)
@@ -226,6 +237,18 @@ class Attached(Joinable):
         if "closure" in kwargs:
             return args, {**kwargs, "closure": solved}
         return (args[0], solved, *args[2:]), kwargs
+
+    def _warn_of_added(self, parameters: Iterable[Tensor]) -> None:
+        """Warn once of layers whose parameters came to an optimizer after `attach`, as by `add_param_group`."""
+        added = [self._left[id(p)] for p in parameters if id(p) in self._left] if self._left else []
+        if added:
+            self._left = {}
+            warnings.warn(
+                f"{added[0]} came to the optimizer after attach, so that it is solved inside every backward. Call "
+                ".detach() on what proxprop.attach returned, and attach again",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def detach(self) -> None:
         """Go back to immediate mode: layers solve inside backward again, and optimizers step as before.

@@ -12,13 +12,20 @@ from torch import Tensor
 from proxprop import tuning
 from proxprop.deferred.accumulator import System
 from proxprop.deferred.collectives import Group
-from proxprop.deferred.equation import Equation
+from proxprop.deferred.equation import Equation, Term
 from proxprop.deferred.owners import Route, Way
 from proxprop.deferred.preconditioner import Operator
 from proxprop.distributed import check_layer, local, mesh_of, several_ranks, whole
 from proxprop.nn import ProximalLayer
 from proxprop.solvers import DIAGONAL
-from proxprop.torch_internals import active_ddp, after_backward_pass, backward_pass, stored_entries, writes
+from proxprop.torch_internals import (
+    active_ddp,
+    after_backward_pass,
+    backward_pass,
+    entries,
+    stored_entries,
+    writes,
+)
 
 if TYPE_CHECKING:
     from proxprop.deferred.handle import Attached
@@ -263,7 +270,7 @@ class Watch:
     def _begin_pass(self, task: int) -> None:
         for system in self.systems:
             if system.holds:
-                self._forget_if_zeroed()
+                self.forget_if_zeroed()
                 break
         before = self._marks()
         mixed = any(before) and (self._holds_direction(before) or (self._mixed and before == self._seen))
@@ -278,11 +285,29 @@ class Watch:
 
         Only when they are to be solved: a discriminator's often are, by the generator's loss, and then zeroed.
         """
-        if self._mixed:
+        if self._mixed and not self._is_zero():
             raise RuntimeError(
                 f"{self.cluster.name}: .grad still held the direction of the last step when backward added to it, "
                 "so that it can't be solved for. Call zero_grad() on the model between a step and the next backward"
             )
+
+    def _is_zero(self) -> Tensor:
+        """Whether nothing but zeros is in the gradients, decided on the device."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        return torch.stack([~entries(local(g)).any() for g in gradients]).all()
+
+    def clear_given_up(self, terms: Sequence[Term]) -> None:
+        """Set to zero what was summed for gradients that were then set to zero: it is no part of an average.
+
+        Under FSDP2 a shard may be zero where others are not.
+        """
+        marks = self._marks()
+        if self._spread or marks == self._seen or not any(marks):
+            return
+        zeroed = self._is_zero()
+        for tensor in (tensor for term in terms for tensor in term[1:]):
+            if tensor is not None and not tensor.is_meta:
+                tensor.masked_fill_(zeroed.to(tensor.device), 0.0)
 
     def note_solved(self) -> None:
         """The gradients hold the direction now."""
@@ -296,7 +321,7 @@ class Watch:
     def _holds_direction(self, now: list[Mark]) -> bool:
         return any(own is not None and own == solved for own, solved in zip(now, self._solved, strict=False))
 
-    def _forget_if_zeroed(self) -> None:
+    def forget_if_zeroed(self) -> None:
         """Drop S if a gradient that belongs to it was set to None or to zero; the latter is decided on the device."""
         last = zip(self.parameters, self._seen, self._marks(), strict=True)
         seen = any(self._seen)
@@ -309,10 +334,13 @@ class Watch:
                 system.forget()
         if none or self._spread:
             return
+        # In a bucket of DDP's, gradients count their writes together: one that was zero all along seems to change.
+        together: dict[int, list[Tensor]] = {}
         for gradient, changed in gradients:
-            if gradient is None or gradient.is_sparse or not changed:
-                continue
-            zeroed = ~gradient.any()
+            if gradient is not None and not gradient.is_sparse and changed:
+                together.setdefault(gradient.untyped_storage().data_ptr(), []).append(gradient)
+        for changed_together in together.values():
+            zeroed = ~torch.stack([gradient.any() for gradient in changed_together]).any()
             for system in self.systems:
                 system.clear_where(zeroed)
 
@@ -339,10 +367,11 @@ class Watch:
         """What each gradient is known by; None where there is none."""
         if self._spread:
             return [_mark_of_shards(g) if (g := p.grad) is not None else None for p in self.parameters]
-        return [
-            (writes(g), 0 if g.is_sparse else g.data_ptr()) if (g := p.grad) is not None else None
-            for p in self.parameters
-        ]
+        found: list[Mark] = []
+        for parameter in self.parameters:  # a comprehension is one more call, several times in a step
+            g = parameter.grad
+            found.append((writes(g), 0 if g.is_sparse else g.data_ptr()) if g is not None else None)
+        return found
 
 
 def _mark_of_shards(gradient: Tensor) -> Mark:

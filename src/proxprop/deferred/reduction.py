@@ -185,6 +185,7 @@ class Reduction:
         found: dict[Cluster, list[Term]] = {}
         for system in systems:
             if sums := self._totals.pop(system, None):
+                system.refuse_changed()
                 found.setdefault(system.cluster, []).append(Term(system, *sums))
         return found
 
@@ -257,6 +258,9 @@ class Reduction:
         self._end_round()
         self._arrive()
         self._drop_zeroed()
+        # what passes under `no_sync` summed is sent with this one, which may not come to the layer on this rank
+        for cluster in dict.fromkeys(system.cluster for system in self.systems if system.holds):
+            cluster.watch.forget_if_zeroed()
         group = next((s.cluster.group for s in self.systems if s.cluster.group is not None), None)
         if group is None or not synchronised:
             return
