@@ -16,7 +16,8 @@ DIRECTIONS = {"exact": "`Exact()`", "cg3": "`CG(3)`", "running": "a running S"}
 
 ADVICE = """\
 So ProxProp is a direction for the optimizer you have, not one to switch to. In how many of the {total} tasks S made an
-optimizer's last score better or worse, both tuned; the rest are ties:
+optimizer's last score better or worse, both tuned (the rest are ties), and the direction that did best in these very
+tasks:
 """
 
 SMALL = """\
@@ -37,9 +38,11 @@ The last score with S, divided by that of the same optimizer without it, both tu
 intervals that do not overlap: ↑ where S is better, ↓ where it is worse.
 """
 
-WRAPPED = """ So it is the
-choice where time counts; where steps count, `CG(3)` is. There are reasons to leave S out for PINNs, and to compare with
-Muon alone first. On a GPU, where `CG(3)` can cost less than a running S, the two have not been compared in any task."""
+WRAPPED = """\
+So a running S is the choice where time counts; where steps count, `CG(3)` is. There are reasons to leave S out for
+PINNs, and to compare with the optimizer alone first if it is Muon or SOAP. On a GPU, where `CG(3)` can cost less than a
+running S, the two have not been compared in any task.
+"""
 
 LATER = """## S under SOAP, added later
 
@@ -237,7 +240,7 @@ def wrapped(found: Cells) -> list[str]:
         return []
     said = f"`proxprop.wrap` takes a running S. Beside `CG(3)` it ended {'; '.join(parts)}."
     cost = f" Its step took {min(times):.2f} to {max(times):.2f} times as long as `CG(3)`'s." if times else ""
-    return [said + cost + WRAPPED, ""]
+    return [said + cost, WRAPPED]
 
 
 def later(found: Cells) -> list[str]:

@@ -53,7 +53,8 @@ def task_figure(chosen: Sequence[Cell]) -> Any:
     ceiling = _ceiling(chosen)
     with styled():
         figure = Figure(figsize=(13, 9.6), layout="constrained")
-        above, below = figure.subfigures(2, 1, height_ratios=(1, 1.35))
+        parts: Any = figure.subfigures(2, 1, height_ratios=(1, 1.35))
+        above, below = parts
         curves = above.subplots(1, len(families()), sharex=True, sharey=True)
         for ax, (name, methods) in zip(curves, families().items(), strict=True):
             _curves(ax, chosen, methods)
@@ -163,7 +164,8 @@ def overview(found: Cells) -> Any:
 
     with styled():
         figure = Figure(figsize=(13, 13.5), layout="constrained")
-        above, below = figure.subfigures(2, 1, height_ratios=(1, 0.95))
+        parts: Any = figure.subfigures(2, 1, height_ratios=(1, 0.95))
+        above, below = parts
         axes = above.subplots(2, len(families()), sharex=True, sharey=True)
         for row, what in zip(axes, ("steps", "seconds"), strict=True):
             _profiles(row, found, what)
