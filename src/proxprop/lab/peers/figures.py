@@ -67,7 +67,7 @@ def task_figure(chosen: Sequence[Cell]) -> Any:
         for ax in (*curves, trials, after):
             ax.axhline(chosen[0].target, color=FAINT, linewidth=0.9, zorder=1)
             ax.set_yscale("log")
-            ax.set_ylim(top=ceiling * 1.25)
+            ax.set_ylim(top=min(ceiling * 1.25, ax.get_ylim()[1]))
             _plain_within_a_decade(ax.yaxis)
         figure.suptitle(
             f"{task.name}: {task.score} over steps, the chosen setting, median of the seeds. "

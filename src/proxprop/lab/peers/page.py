@@ -151,9 +151,10 @@ def to_target(chosen: Sequence[Cell]) -> list[str]:
         row += [_number(cell.megabytes), f"{cell.failures} of {len(cell.trials)}"]
         again = command(cell.task, cell.method, cell.chosen, 1) if cell.chosen is not None else "–"
         rows.append([*row, f"`{again}`"])
+    commits = dict.fromkeys(f"{run.commit:.7}" for cell in chosen for run in (*cell.trials, *cell.seeds))
     about = (
         f"{task.about}. {task.steps:,} steps; target {chosen[0].target:g}. Run on {first.device} with {first.threads} "
-        f"thread, torch {first.torch}, commit {first.commit:.7}."
+        f"thread, torch {first.torch}, commits {', '.join(commits)}."
     )
     figure = f"![{task.name}](../results/peers/{task.name}.png)"
     return [f"### {task.name}", "", about, "", table(head, rows), "", figure, ""]
