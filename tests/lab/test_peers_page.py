@@ -108,12 +108,12 @@ def test_the_best_rate_and_what_it_costs_to_keep_another() -> None:
     rows = [row(d, lr, seed, s) for (d, lr), both in scores.items() for seed, s in enumerate(both)]
     said = "".join(questions.rates(rows))
     assert "| t | AdamW | a running S | 0.1 (end) | 1 | 1.75 (1.50–2.00) | 0.38 (0.25–0.50) | 2 |" in said
-    assert "1 tasks: the best rate stayed in 0, went down in 0 and up in 1." in said
+    assert "(tasks: 1, seeds: 2): the best rate stayed in 0, went down in 0 and up in 1." in said
     assert (
         "better with every seed in 0 and worse with every seed in 1; at its own best rate, better in 1"
         in said
     )
-    assert "Compare with the optimizer alone" in said
+    assert "One task is too little to follow" in said
     unfinished = [row("adamw", 0.1, 2, 1), row("running+adamw", 0.1, 2, 1)]
     assert "".join(questions.rates(rows + unfinished)) == said, "a seed counts once it was run at every rate"
 
@@ -125,7 +125,7 @@ def test_what_follows_for_a_rate() -> None:
     stays = one(1.0, 1.0, [0.8, 0.9], [0.8, 0.9])
     lower = one(1.0, 0.1, [1.1, 1.2], [0.8, 0.9])
     harmed = one(1.0, 0.1, [1.1, 1.2], [1.0, 1.1])
-    assert "That rate can stay" in questions.followed([stays])[0]
+    assert "That rate can stay" in questions.followed([stays, stays])[0]
     assert "a third of it is worth a trial" in questions.followed([stays, lower])[0]
     assert "Compare with the optimizer alone" in questions.followed([stays, lower, harmed])[0]
 

@@ -55,6 +55,7 @@ tasks of score divided by target, that mean, and the mean with a setting for eac
 with every setting has none. "Decades" is the width of the range of learning rates that end within 5 % (in brackets:
 within a factor of 2) of the method's best trial, mean over tasks. It is estimated as the part of the trials that do,
 times the decades searched. {TRIALS} trials vary everything at once, so it is coarse.
+S under SOAP was added later.
 """
 
 TO_TARGET = f"""## To the target, task by task

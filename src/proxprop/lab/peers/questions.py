@@ -145,14 +145,18 @@ def followed(found: Sequence[Carried]) -> list[str]:
         down, up = sum(one.tuned < one.own for one in tasks), sum(one.tuned > one.own for one in tasks)
         worse = [one for one in tasks if min(one.kept) > 1]
         helped, tuned = sum(max(one.kept) < 1 for one in tasks), sum(max(one.best) < 1 for one in tasks)
-        if not worse:
+        seeds = sorted({len(one.kept) for one in tasks})
+        among = f"tasks: {len(tasks)}, seeds: {'–'.join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))}"
+        if len(tasks) == 1:
+            so = "One task is too little to follow"
+        elif not worse:
             so = "That rate can stay"
         elif all(max(one.best) < 1 and one.tuned < one.own for one in worse):
             so = "That rate is a start, and a third of it is worth a trial"
         else:
             so = "Compare with the optimizer alone"
         lines.append(
-            f"- **{OPTIMIZERS[base]}** with {DIRECTIONS[direction]}, {len(tasks)} tasks: the best rate stayed in "
+            f"- **{OPTIMIZERS[base]}** with {DIRECTIONS[direction]} ({among}): the best rate stayed in "
             f"{stayed}, went down in {down} and up in {up}. At the rate that is best without S, S was better with "
             f"every seed in {helped} and worse with every seed in {len(worse)}; at its own best rate, better in "
             f"{tuned}. {so}."
