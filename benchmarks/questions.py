@@ -1,6 +1,6 @@
 """Two questions about S, asked of small tasks: which learning rate carries over, and what S does to validation.
 
-python benchmarks/questions.py rates --task digits anisotropic-small --seeds 1 2 3
+python benchmarks/questions.py rates --task digits anisotropic-small poisson-small gpt-small --seeds 1 2 3 4 5
 python benchmarks/questions.py validation --task digits --seeds 1 2 3
 
 Both add what is missing to results/questions/. On a GPU: `--task cifar10-mlp --device cuda`.
@@ -24,7 +24,9 @@ from proxprop.solvers import CG
 
 FOLDER = Path(__file__).parents[1] / "results" / "questions"
 RATES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
-METHODS_OF_RATES = ("adamw", "running+adamw", "cg3+adamw", "muon", "running+muon")
+METHODS_OF_RATES = (
+    "adamw", "running+adamw", "cg3+adamw", "muon", "running+muon", "soap", "running+soap", "cg3+soap",
+)  # fmt: skip
 TAU_THETA, DAMPING = 10.0, 0.3
 DECAYS = (1e-4, 0.3)
 CG1 = Method("cg1+adamw", "ProxProp cg1 + AdamW", METHODS["adamw"].optimizers, CG(1))
@@ -89,6 +91,8 @@ def run(options: argparse.Namespace) -> None:
     rows = read(path)
     there = {tuple(row[name] for name in KEY) for row in rows}
     cells = list({"rates": rates, "validation": validation}[options.what]())
+    if options.direction:
+        cells = [cell for cell in cells if cell[0] in options.direction]
     for task, seed, (name, method, setting) in itertools.product(options.task, options.seeds, cells):
         values = tuple(map(str, (task, name, setting.lr, setting.weight_decay, seed)))
         if values in there:
@@ -127,6 +131,9 @@ def main() -> None:
     parser.add_argument("what", choices=("rates", "validation"))
     parser.add_argument("--task", nargs="+", default=["digits"], choices=TASKS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument(
+        "--direction", nargs="+", choices=(*METHODS_OF_RATES, *DIRECTIONS), help="only these [all]"
+    )
     parser.add_argument("--device", default="cpu")
     warnings.simplefilter("ignore")
     run(parser.parse_args())

@@ -206,6 +206,17 @@ def test_muon_is_told_that_s_may_hurt(caplog: pytest.LogCaptureFixture) -> None:
     assert "two of seven small tasks better and three worse" in message
 
 
+def test_soap_is_told_that_s_may_hurt(caplog: pytest.LogCaptureFixture) -> None:
+    class SOAP(torch.optim.AdamW):
+        """A stand-in by its name."""
+
+    with caplog.at_level(logging.WARNING, "proxprop"):
+        proxprop.wrap(SOAP((model := plain_model()).parameters()), model)
+    (message,) = caplog.messages
+    assert "under SOAP a running S made one of seven small tasks better and two worse" in message
+    assert "compare with SOAP alone" in message
+
+
 PEERS = Store(Path(__file__).parents[1] / "results" / "peers")
 FOUND = analysis.cells(PEERS.all(TASKS), PEERS.targets(), PEERS.times())
 
@@ -251,6 +262,12 @@ def test_under_muon_the_recipe_hurts_more_often_than_it_helps() -> None:
     found = outcomes("running+muon", "muon")
     assert len(found["wins"]) == 2
     assert found["loses"] == ["image-small", "poisson-small", "convection-small"]
+
+
+def test_under_soap_the_recipe_hurts_more_often_than_it_helps() -> None:
+    found = outcomes("running+soap", "soap")
+    assert len(found["wins"]) == 1
+    assert found["loses"] == ["autoencoder-small", "gpt-small"]
 
 
 def test_the_recipe_is_the_one_that_lifted_adamw_in_a_gpt() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from proxprop.lab.cli import main
-from proxprop.lab.peers import analysis, go, protocol, timing
+from proxprop.lab.peers import analysis, figures, go, protocol, timing
 from proxprop.lab.peers.analysis import cells
 from proxprop.lab.peers.memory import peak
 from proxprop.lab.peers.methods import METHODS, hidden_and_rest
@@ -379,6 +379,20 @@ class TestCommand:
         assert float(times["running+adamw"]["megabytes"]) > float(times["adamw"]["megabytes"])
         assert (tmp_path / "digits.png").stat().st_size > 10_000
         assert (tmp_path / "all.png").stat().st_size > 10_000
+
+
+def test_methods_that_were_not_timed_are_drawn_without_times():
+    runs = [run for name in ("adamw", "soap", "cg3+soap") for run in searched(name, EIGHT, [1.0] * 5)]
+    times = [
+        {"task": "digits", "method": m, "way": "eager", "ms": "1", "megabytes": "1"}
+        for m in ("adamw", "soap")
+    ]
+    found = cells(runs, {"digits": 2.0}, times)
+    overview, costs = figures.overview(found), figures.costs(found)
+    panels = [ax for ax in overview.get_axes() if ax.get_title(loc="left") == "SOAP"]
+    assert [[text.get_text() for text in ax.texts] for ax in panels] == [[], ["1 not timed yet"]]
+    assert [len([line for line in ax.lines if line.get_label() == "SOAP"]) for ax in panels] == [1, 1]
+    assert [text.get_text() for ax in costs.axes for text in ax.texts] == ["not timed yet"] * 2
 
 
 def test_a_way_that_does_not_run_a_method_is_told(monkeypatch):

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from proxprop.lab.peers import page, protocol, questions
+from proxprop.lab.peers import analysis, answer, page, protocol, questions
+from proxprop.lab.peers.analysis import Cell, Spread
+from proxprop.lab.peers.methods import METHODS
 from proxprop.lab.peers.store import Store
 from proxprop.lab.peers.tasks import TASKS
 
@@ -29,6 +31,51 @@ def test_every_row_of_the_records_names_its_command_commit_and_machine():
         assert run.commit
         assert not run.commit.endswith("+"), "records come from committed code"
         assert run.device
+
+
+def test_methods_that_were_added_later_were_run_after_the_others():
+    for task in RECORDS.targets():
+        runs = RECORDS.runs(task)
+        when = {
+            later: [run.time for run in runs if METHODS[run.method].later == later] for later in (False, True)
+        }
+        assert all(time > max(when[False]) for time in when[True])
+
+
+class TestAnswer:
+    """Cells of one task, made by hand: a method's name and its only score."""
+
+    @staticmethod
+    def found(**scores: float) -> dict[tuple[str, str], Cell]:
+        names = {"sgd_exact": "exact+sgd", "muon_running": "running+muon", "soap_cg3": "cg3+soap"}
+
+        class Known(Cell):
+            score = property(lambda self: Spread(self.target, self.target, self.target))
+            searched = property(lambda self: self.target)
+
+        named = {names.get(name, name): score for name, score in scores.items()}
+        return {("digits", name): Known("digits", name, [], 0, [], score) for name, score in named.items()}
+
+    def test_the_verdict_leaves_out_what_was_added_later(self) -> None:
+        found = self.found(adamw=3, soap=2, sgd_exact=2.5, soap_cg3=1)
+        assert answer.outcome(found, "digits") == "loses"
+        assert answer.outcome(found, "digits", later=True) == "wins"
+        assert "wins 0, ties 0 and loses 1 of 1 small tasks.**" in "".join(answer.answer(found))
+        assert "ended lowest in 1 of 1" in answer.free(found)
+        assert "SOAP" in answer.free(found)
+
+    def test_an_optimizer_that_s_harms_stays_without(self) -> None:
+        found = self.found(adamw=3, muon=2, muon_running=2.5, sgd=3, sgd_exact=2.5)
+        assert answer.under(found, "muon").endswith("a running S 0 better, 1 worse. Stay without S.")
+        assert answer.under(found, "sgd").endswith("`Exact()` 1 better, 0 worse. Try `Exact()`.")
+        assert answer.under(found, "soap") == ""
+
+
+def test_the_verdict_is_that_of_the_methods_that_were_fixed_beforehand():
+    runs = [run for run in RECORDS.all(TASKS) if not METHODS[run.method].later]
+    before = analysis.cells(runs, RECORDS.targets())
+    now = analysis.cells(RECORDS.all(TASKS), RECORDS.targets())
+    assert answer.answer(before)[0] == answer.answer(now)[0]
 
 
 def test_targets_were_fixed_before_the_other_methods_were_run():
@@ -59,9 +106,28 @@ def test_the_best_rate_and_what_it_costs_to_keep_another() -> None:
         ("running+adamw", 10.0): (5, 5),
     }
     rows = [row(d, lr, seed, s) for (d, lr), both in scores.items() for seed, s in enumerate(both)]
-    assert "| t | AdamW | a running S | 0.1 (end) | 1 | 1.75 (1.50–2.00) | 0.38 (0.25–0.50) | 2 |" in "".join(
-        questions.rates(rows)
+    said = "".join(questions.rates(rows))
+    assert "| t | AdamW | a running S | 0.1 (end) | 1 | 1.75 (1.50–2.00) | 0.38 (0.25–0.50) | 2 |" in said
+    assert "(tasks: 1, seeds: 2): the best rate stayed in 0, went down in 0 and up in 1." in said
+    assert (
+        "better with every seed in 0 and worse with every seed in 1; at its own best rate, better in 1"
+        in said
     )
+    assert "One task is too little to follow" in said
+    unfinished = [row("adamw", 0.1, 2, 1), row("running+adamw", 0.1, 2, 1)]
+    assert "".join(questions.rates(rows + unfinished)) == said, "a seed counts once it was run at every rate"
+
+
+def test_what_follows_for_a_rate() -> None:
+    def one(own: float, tuned: float, kept: list[float], best: list[float]) -> questions.Carried:
+        return questions.Carried("t", "muon", "running", own, tuned, (0.1, 10.0), kept, best)
+
+    stays = one(1.0, 1.0, [0.8, 0.9], [0.8, 0.9])
+    lower = one(1.0, 0.1, [1.1, 1.2], [0.8, 0.9])
+    harmed = one(1.0, 0.1, [1.1, 1.2], [1.0, 1.1])
+    assert "That rate can stay" in questions.followed([stays, stays])[0]
+    assert "a third of it is worth a trial" in questions.followed([stays, lower])[0]
+    assert "Compare with the optimizer alone" in questions.followed([stays, lower, harmed])[0]
 
 
 def test_validation_at_equal_training() -> None:

@@ -77,7 +77,8 @@ def test_a_step_of_ours_is_not_the_optimizers_own(method):
         for name in (method, method.partition("+")[2])
     )
     for trained in (ours, plain):
-        trained.step()
+        for _ in range(2):  # SOAP leaves the weights alone in its first step
+            trained.step()
     pairs = zip(ours.model.parameters(), plain.model.parameters(), strict=True)
     assert any(not torch.allclose(a, b, rtol=1e-5) for a, b in pairs)
 

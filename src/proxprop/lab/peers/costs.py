@@ -32,7 +32,7 @@ def costs(found: Cells) -> Any:
         ("decades of learning rates\nwithin 5 % of the best", analysis.width, False),
     ]
     with styled():
-        figure = Figure(figsize=(14, 5.6), layout="constrained")
+        figure = Figure(figsize=(14, 0.9 + 0.34 * len(methods)), layout="constrained")
         axes = figure.subplots(1, len(panels), sharey=True)
         for ax, (title, value, logarithmic) in zip(axes, panels, strict=True):
             _panel(ax, found, tasks, methods, value)
@@ -68,8 +68,12 @@ def _panel(
                 clip_on=False,
                 **look,
             )
-    if all(math.isnan(value(cell)) for cell in found.values()):
-        ax.text(0.5, 0.5, "not timed yet", transform=ax.transAxes, ha="center", color=INK)
+    for row, name in enumerate(methods):
+        if all(math.isnan(value(cell)) for (_, method), cell in found.items() if method == name):
+            across = ax.get_yaxis_transform()
+            ax.text(
+                0.5, row, "not timed yet", transform=across, ha="center", va="center", color=INK, fontsize=8
+            )
 
 
 def _seconds(found: Cells, cell: Cell) -> float:

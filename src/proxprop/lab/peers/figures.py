@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,29 +11,11 @@ from proxprop.lab.figures.style import FAINT, styled
 from proxprop.lab.peers import analysis
 from proxprop.lab.peers.analysis import Cell, Cells
 from proxprop.lab.peers.costs import costs
+from proxprop.lab.peers.looks import GREY, LOOKS, families, legend, title
 from proxprop.lab.peers.methods import METHODS
 from proxprop.lab.peers.store import Store
 from proxprop.lab.peers.tasks import TASKS
 from proxprop.lab.refusal import Refused
-
-SGD, ADAMW, MUON = "#0072B2", "#D55E00", "#009E73"
-LOOKS: dict[str, dict[str, Any]] = {
-    "sgd": {"color": SGD, "linestyle": "--", "marker": "o"},
-    "adamw": {"color": ADAMW, "linestyle": "--", "marker": "o"},
-    "schedule-free": {"color": "#CC79A7", "linestyle": "--", "marker": "v"},
-    "muon": {"color": MUON, "linestyle": "--", "marker": "o"},
-    "soap": {"color": "#3b3b3b", "linestyle": "--", "marker": "P"},
-    "shampoo": {"color": "#8c8c8c", "linestyle": "--", "marker": "X"},
-    "ikfac": {"color": "#b39b00", "linestyle": "--", "marker": "D"},
-    "exact+sgd": {"color": SGD, "linestyle": "-", "marker": "^"},
-    "cg3+sgd": {"color": SGD, "linestyle": ":", "marker": "s"},
-    "exact+adamw": {"color": ADAMW, "linestyle": "-", "marker": "^"},
-    "cg3+adamw": {"color": ADAMW, "linestyle": ":", "marker": "s"},
-    "running+sgd": {"color": SGD, "linestyle": "-.", "marker": "*"},
-    "running+adamw": {"color": ADAMW, "linestyle": "-.", "marker": "*"},
-    "running+muon": {"color": MUON, "linestyle": "-.", "marker": "*"},
-}
-"""The colour says the optimizer, dash and marker what it is fed; peers' lines are dashed."""
 
 FACTORS = np.geomspace(1, 16, 200)
 
@@ -61,7 +42,7 @@ def _of(found: Cells, task: str) -> list[Cell]:
 
 
 def task_figure(chosen: Sequence[Cell]) -> Any:
-    """Four panels: scores over steps, the last scores, trials over the learning rate, the best after k trials.
+    """Scores over steps, a panel for each optimizer; below, last scores, trials, and the best after k trials.
 
     Args:
         chosen: the cells of one task.
@@ -71,21 +52,31 @@ def task_figure(chosen: Sequence[Cell]) -> Any:
     task = TASKS[chosen[0].task]
     ceiling = _ceiling(chosen)
     with styled():
-        figure = Figure(figsize=(11, 8.4), layout="constrained")
-        axes = figure.subplots(2, 2)
-        _curves(axes[0, 0], chosen)
-        _last(axes[0, 1], chosen, ceiling)
-        _trials(axes[1, 0], chosen, ceiling)
-        _after(axes[1, 1], chosen)
-        for ax in (axes[0, 0], axes[1, 0], axes[1, 1]):
+        figure = Figure(figsize=(13, 9.6), layout="constrained")
+        parts: Any = figure.subfigures(2, 1, height_ratios=(1, 1.35))
+        above, below = parts
+        curves = above.subplots(1, len(families()), sharex=True, sharey=True)
+        for ax, (name, methods) in zip(curves, families().items(), strict=True):
+            _curves(ax, chosen, methods)
+            ax.set_title(name)
+        curves[0].set_ylabel(task.score)
+        last, trials, after = below.subplots(1, 3)
+        _last(last, chosen, ceiling)
+        _trials(trials, chosen, ceiling)
+        _after(after, chosen)
+        for ax in (*curves, trials, after):
             ax.axhline(chosen[0].target, color=FAINT, linewidth=0.9, zorder=1)
             ax.set_yscale("log")
-            ax.set_ylim(top=ceiling * 1.25)
-            ax.set_ylabel(task.score)
+            ax.set_ylim(top=min(ceiling * 1.25, ax.get_ylim()[1]))
             _plain_within_a_decade(ax.yaxis)
-        figure.suptitle(f"{task.name}: {task.score}; grey line: the target", x=0.01, ha="left", fontsize=11)
-        handles, names = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower left", ncols=4, fontsize=9)
+        figure.suptitle(
+            f"{task.name}: {task.score} over steps, the chosen setting, median of the seeds. "
+            "Level grey line: the target. Pale lines: all other methods.",
+            x=0.01,
+            ha="left",
+            fontsize=11,
+        )
+        legend(figure, curves, 5)
     return figure
 
 
@@ -94,22 +85,19 @@ def _ceiling(chosen: Sequence[Cell]) -> float:
     return max(run.scores[0] for cell in chosen for run in cell.trials if run.scores)
 
 
-def _title(method: str) -> str:
-    return METHODS[method].title
-
-
-def _curves(ax: Any, chosen: Sequence[Cell]) -> None:
+def _curves(ax: Any, chosen: Sequence[Cell], methods: Sequence[str]) -> None:
     """The median over seeds after every measurement; a run that ended early stays where nothing is drawn."""
     for cell in chosen:
+        look = {"label": title(cell.method)} | LOOKS[cell.method] if cell.method in methods else GREY
         if not cell.seeds:
+            ax.plot([], [], **look)  # for the legend
             continue
         length = max(len(run.scores) for run in cell.seeds)
         padded = [[*run.scores, *[math.inf] * (length - len(run.scores))] for run in cell.seeds]
         middle = np.median(np.nan_to_num(np.array(padded), nan=math.inf), axis=0)
         x = np.minimum(np.arange(length) * cell.seeds[0].every, cell.seeds[0].steps)
-        ax.plot(x, middle, label=_title(cell.method), markevery=max(length // 6, 1), **LOOKS[cell.method])
+        ax.plot(x, middle, markevery=max(length // 6, 1), **look)
     ax.set_xlabel("steps")
-    ax.set_title("the chosen setting, median of the seeds")
 
 
 def _last(ax: Any, chosen: Sequence[Cell], ceiling: float) -> None:
@@ -129,7 +117,7 @@ def _last(ax: Any, chosen: Sequence[Cell], ceiling: float) -> None:
         if not scores:
             ax.text(ceiling, height, "every trial failed", ha="right", va="center", fontsize=8.5)
     ax.axvline(chosen[0].target, color=FAINT, linewidth=0.9, zorder=1)
-    ax.set_yticks(range(len(ordered)), [_title(cell.method) for cell in ordered], fontsize=8.5)
+    ax.set_yticks(range(len(ordered)), [title(cell.method) for cell in ordered], fontsize=8.5)
     ax.set_ylim(-0.7, len(ordered) - 0.3)
     ax.set_xscale("log")
     _plain_within_a_decade(ax.xaxis)
@@ -171,40 +159,50 @@ def _after(ax: Any, chosen: Sequence[Cell]) -> None:
 
 
 def overview(found: Cells) -> Any:
-    """Four panels over all tasks: profiles in steps and in seconds, last scores, one setting for all."""
+    """All tasks: profiles in steps and in seconds, a panel for each optimizer; last scores; one setting for all."""
     from matplotlib.figure import Figure
 
     with styled():
-        figure = Figure(figsize=(12, 9), layout="constrained")
-        axes = figure.subplots(2, 2)
-        for ax, what in ((axes[0, 0], "steps"), (axes[0, 1], "seconds")):
-            _profile(ax, found, what)
-        _heat(axes[1, 0], found)
-        _settings(axes[1, 1], found)
-        handles, names = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower left", ncols=5, fontsize=9)
+        figure = Figure(figsize=(13, 13.5), layout="constrained")
+        parts: Any = figure.subfigures(2, 1, height_ratios=(1, 0.95))
+        above, below = parts
+        axes = above.subplots(2, len(families()), sharex=True, sharey=True)
+        for row, what in zip(axes, ("steps", "seconds"), strict=True):
+            _profiles(row, found, what)
+        above.suptitle(
+            "Part of the tasks whose target is reached within a factor of the fewest steps (above) or seconds (below) "
+            "of any method. Pale lines: all other methods.",
+            x=0.01,
+            ha="left",
+            fontsize=11,
+        )
+        heat, settings = below.subplots(1, 2)
+        _heat(heat, found)
+        _settings(settings, found)
+        legend(figure, axes[0], 5)
     return figure
 
 
-def _profile(ax: Any, found: Cells, what: str) -> None:
-    costs: dict[str, dict[str, float]] = {}
-    for task, method in product(*analysis.across(found)):
-        cost = getattr(found[task, method], what).middle
-        if not math.isnan(cost):
-            costs.setdefault(task, {})[method] = cost
-    ax.set_title(f"{what} to the target, within a factor of the fewest")
-    if not costs:
-        ax.text(0.5, 0.5, "not timed yet", transform=ax.transAxes, ha="center")
-        return
-    profiles = analysis.profile(costs, list(FACTORS))
-    for index, method in enumerate(name for name in METHODS if name in profiles):
-        # Methods that solve the same tasks would hide each other, so each is moved by a hair.
-        shifted = np.array(profiles[method]) + 0.004 * (index - 7)
-        ax.plot(FACTORS, shifted, label=_title(method), markevery=(11 * index % 40, 40), **LOOKS[method])
-    ax.set_xscale("log", base=2)
-    ax.set_xlabel(f"{what}, divided by the fewest of any method")
-    ax.set_ylabel(f"part of {len(costs)} tasks")
-    ax.set_ylim(-0.05, 1.05)
+def _profiles(axes: Sequence[Any], found: Cells, what: str) -> None:
+    """A row of panels. A method that was not timed in every task has no profile in seconds."""
+    tasks, methods = analysis.across(found)
+    middles = {name: [getattr(found[task, name], what).middle for task in tasks] for name in methods}
+    known = {name: values for name, values in middles.items() if not any(map(math.isnan, values))}
+    costs = {task: {name: values[at] for name, values in known.items()} for at, task in enumerate(tasks)}
+    profiles = analysis.profile(costs, list(FACTORS)) if known else {}
+    for ax, (name, group) in zip(axes, families().items(), strict=True):
+        for index, method in enumerate(profiles):
+            look = {"label": title(method), "markevery": (11 * index % 40, 40)} | LOOKS[method]
+            # Methods that solve the same tasks would hide each other, so each is moved by a hair.
+            shifted = np.array(profiles[method]) + 0.004 * (index - 7)
+            ax.plot(FACTORS, shifted, **(look if method in group else GREY))
+        if untimed := sum(method in methods and method not in profiles for method in group):
+            ax.text(0.98, 0.03, f"{untimed} not timed yet", transform=ax.transAxes, ha="right", fontsize=8.5)
+        ax.set_title(name)
+        ax.set_xscale("log", base=2)
+        ax.set_xlabel(f"{what} / fewest")
+        ax.set_ylim(-0.05, 1.05)
+    axes[0].set_ylabel(f"part of {len(tasks)} tasks")
 
 
 def _heat(ax: Any, found: Cells) -> None:
@@ -220,7 +218,7 @@ def _heat(ax: Any, found: Cells) -> None:
         color = "white" if abs(shades[row, column]) > 2 else "black"
         ax.text(column, row, text, ha="center", va="center", fontsize=8.5, color=color)
     ax.set_xticks(range(len(tasks)), tasks, fontsize=8.5, rotation=20, ha="right")
-    ax.set_yticks(range(len(methods)), [_title(name) for name in methods], fontsize=8.5)
+    ax.set_yticks(range(len(methods)), [title(name) for name in methods], fontsize=8.5)
     ax.grid(False)
     ax.set_title("last score divided by AdamW's; – failed")
 
@@ -249,7 +247,7 @@ def _settings(ax: Any, found: Cells) -> None:
     ax.set_xscale("log")
     ax.set_xticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
     ax.xaxis.set_minor_formatter("")
-    ax.set_yticks(range(len(rows)), [_title(method) for method, _ in rows], fontsize=8.5)
+    ax.set_yticks(range(len(rows)), [title(method) for method, _ in rows], fontsize=8.5)
     ax.set_ylim(-0.7, len(rows) - 0.3)
     ax.set_xlabel("score divided by the target, geometric mean over tasks")
     ax.set_title("one setting for all tasks (marker), for each (bar)")

@@ -29,6 +29,7 @@ class Method:
         optimizers: made of the model, a setting and the task.
         solver: ProxProp's, or None for a method without it.
         running: whether S is a running average instead of the batch's.
+        later: whether it was added after results of the others had been seen; the headline does not count it.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Method:
     optimizers: Make
     solver: proxprop.Solver | None = None
     running: bool = False
+    later: bool = False
 
     @property
     def ours(self) -> bool:
@@ -187,6 +189,9 @@ METHODS: dict[str, Method] = {
         Method("running+sgd", "running S + SGD", _sgd, EXACT, running=True),
         Method("running+adamw", "running S + AdamW", _adamw, EXACT, running=True),
         Method("running+muon", "running S + Muon", _muon, EXACT, running=True),
+        Method("exact+soap", "ProxProp exact + SOAP", _soap, EXACT, later=True),
+        Method("cg3+soap", "ProxProp cg3 + SOAP", _soap, CG3, later=True),
+        Method("running+soap", "running S + SOAP", _soap, EXACT, running=True, later=True),
     )
 }
 """Every method by its name; AdamW comes first, because targets are made from it."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -9,17 +10,18 @@ from proxprop.lab.peers.store import read
 from proxprop.lab.reproduction.markdown import table
 
 Row = dict[str, str]
+Scores = dict[float, dict[str, float]]
+"""Last scores by rate, then by seed."""
 
-PAIRS = {"adamw": ("running+adamw", "cg3+adamw"), "muon": ("running+muon",)}
+PAIRS = {
+    "adamw": ("running+adamw", "cg3+adamw"),
+    "muon": ("running+muon",),
+    "soap": ("running+soap", "cg3+soap"),
+}
 """Optimizers, and the same with S."""
 
-TITLES = {
-    "adamw": "AdamW",
-    "muon": "Muon",
-    "running+adamw": "a running S",
-    "running+muon": "a running S",
-    "cg3+adamw": "`CG(3)`",
-}
+OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon", "soap": "SOAP"}
+DIRECTIONS = {"running": "a running S", "cg3": "`CG(3)`"}
 
 RATES = """## Which learning rate carries over
 
@@ -29,10 +31,6 @@ over seeds; *(end)* marks the first and the last of the grid. *Kept* is the scor
 without S, divided by the score without S at that rate. *Tuned* is the same with S at its own best rate. Below 1 S
 helps. Medians over seeds, with the lowest and the highest in brackets. `python benchmarks/questions.py rates`, record
 in `results/questions/rates.csv`.
-
-Under Muon the best of these rates stayed the best when S was switched on. Under AdamW it moved by one place, down on
-one task and up on the other, and where it moved down, AdamW's own rate was worse with S than without. So a rate that
-was tuned for Muon can stay. One that was tuned for AdamW is a start, and a third of it is worth a trial.
 """
 
 VALIDATION = """## Why training gains more than validation
@@ -59,25 +57,57 @@ def section(folder: Path) -> list[str]:
     return [*rates(read(folder / "rates.csv")), *validation(read(folder / "validation.csv"))]
 
 
+@dataclass(frozen=True)
+class Carried:
+    """What becomes of an optimizer's best rate when S is switched on, in one task.
+
+    Args:
+        task, base, direction: which.
+        own, tuned: the best rates without S and with it.
+        ends: the first and the last rate of the grid.
+        kept, best: scores with S at `own` and at `tuned`, divided by the score without S at `own`, by seed.
+    """
+
+    task: str
+    base: str
+    direction: str
+    own: float
+    tuned: float
+    ends: tuple[float, float]
+    kept: list[float]
+    best: list[float]
+
+    def row(self) -> list[str]:
+        """Its cells."""
+
+        def named(lr: float) -> str:
+            return f"{lr:g}" + (" (end)" if lr in self.ends else "")
+
+        ratios = [spread(values, "{:.2f}".format) for values in (self.kept, self.best)]
+        names = [self.task, OPTIMIZERS[self.base], DIRECTIONS[self.direction]]
+        return [*names, named(self.own), named(self.tuned), *ratios, str(len(self.kept))]
+
+
 def rates(rows: Sequence[Row]) -> list[str]:
-    """Best rates with and without S, task by task."""
-    lines = []
+    """Best rates with and without S, task by task, and what follows."""
+    found = []
     for task in dict.fromkeys(row["task"] for row in rows):
-        scores = {name: by_rate([r for r in rows if r["task"] == task], name) for name in TITLES}
+        of_task = [row for row in rows if row["task"] == task]
         for base, others in PAIRS.items():
             for other in others:
-                if scores[base] and scores[base].keys() == scores[other].keys():
-                    lines.append([task, TITLES[base], TITLES[other], *_carried(scores[base], scores[other])])
-    if not lines:
+                without, having = both(by_rate(of_task, base), by_rate(of_task, other))
+                if without:
+                    found.append(carried(task, base, other.partition("+")[0], without, having))
+    if not found:
         return []
     head = ["task", "optimizer", "with", "rate", "rate with S", "kept", "tuned", "seeds"]
     count = len({row["lr"] for row in rows})
-    return [RATES.format(count=count), table(head, lines), ""]
+    return [RATES.format(count=count), *followed(found), table(head, [one.row() for one in found]), ""]
 
 
-def by_rate(rows: Sequence[Row], direction: str) -> dict[float, dict[str, float]]:
-    """Last scores by rate, then by seed; infinite where a run diverged."""
-    found: dict[float, dict[str, float]] = {}
+def by_rate(rows: Sequence[Row], direction: str) -> Scores:
+    """A direction's scores; infinite where a run diverged."""
+    found: Scores = {}
     for row in rows:
         if row["direction"] == direction:
             score = float(row["score"]) if row["status"] == "finished" else math.inf
@@ -85,18 +115,53 @@ def by_rate(rows: Sequence[Row], direction: str) -> dict[float, dict[str, float]
     return found
 
 
-def _carried(without: dict[float, dict[str, float]], having: dict[float, dict[str, float]]) -> list[str]:
+def both(without: Scores, having: Scores) -> tuple[Scores, Scores]:
+    """The seeds that were run at every rate on both sides; nothing if the rates differ or there is no such seed."""
+    if without.keys() != having.keys() or not without:
+        return {}, {}
+    shared = set.intersection(*(set(seeds) for scores in (without, having) for seeds in scores.values()))
+    if not shared:
+        return {}, {}
+    kept = [
+        {lr: {seed: seeds[seed] for seed in seeds if seed in shared} for lr, seeds in scores.items()}
+        for scores in (without, having)
+    ]
+    return kept[0], kept[1]
+
+
+def carried(task: str, base: str, direction: str, without: Scores, having: Scores) -> Carried:
     """The best rates, and what it costs to keep the one without S."""
     own, tuned = (min(f, key=lambda lr: median(f[lr].values())) for f in (without, having))
+    kept, best = ([having[lr][seed] / score for seed, score in without[own].items()] for lr in (own, tuned))
+    return Carried(task, base, direction, own, tuned, (min(without), max(without)), kept, best)
 
-    def against(lr: float) -> str:
-        ratios = [having[lr][seed] / score for seed, score in without[own].items() if seed in having[lr]]
-        return spread(ratios, "{:.2f}".format)
 
-    def named(lr: float) -> str:
-        return f"{lr:g}" + (" (end)" if lr in (min(without), max(without)) else "")
-
-    return [named(own), named(tuned), against(own), against(tuned), str(len(without[own]))]
+def followed(found: Sequence[Carried]) -> list[str]:
+    """What follows for each optimizer and direction: where the rate went, and whether it can stay."""
+    lines = []
+    for base, direction in dict.fromkeys((one.base, one.direction) for one in found):
+        tasks = [one for one in found if (one.base, one.direction) == (base, direction)]
+        stayed = sum(one.own == one.tuned for one in tasks)
+        down, up = sum(one.tuned < one.own for one in tasks), sum(one.tuned > one.own for one in tasks)
+        worse = [one for one in tasks if min(one.kept) > 1]
+        helped, tuned = sum(max(one.kept) < 1 for one in tasks), sum(max(one.best) < 1 for one in tasks)
+        seeds = sorted({len(one.kept) for one in tasks})
+        among = f"tasks: {len(tasks)}, seeds: {'–'.join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))}"
+        if len(tasks) == 1:
+            so = "One task is too little to follow"
+        elif not worse:
+            so = "That rate can stay"
+        elif all(max(one.best) < 1 and one.tuned < one.own for one in worse):
+            so = "That rate is a start, and a third of it is worth a trial"
+        else:
+            so = "Compare with the optimizer alone"
+        lines.append(
+            f"- **{OPTIMIZERS[base]}** with {DIRECTIONS[direction]} ({among}): the best rate stayed in "
+            f"{stayed}, went down in {down} and up in {up}. At the rate that is best without S, S was better with "
+            f"every seed in {helped} and worse with every seed in {len(worse)}; at its own best rate, better in "
+            f"{tuned}. {so}."
+        )
+    return [*lines, ""]
 
 
 def validation(rows: Sequence[Row]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What is searched, written down before anything was run: log-uniform ranges, the same number of trials for all.
+"""What is searched, written down before it was run: log-uniform ranges, the same number of trials for all.
 
 A method's trials are points of a scrambled Sobol sequence that is seeded by the method's name alone, so that trial k is
 the same setting in every task, and more trials go on where fewer ended.
@@ -59,7 +59,11 @@ SPACES: dict[str, Space] = {
     "running+sgd": Space((1e-3, 10.0), COUPLED, damping=DAMPING),
     "running+adamw": Space(ADAPTIVE, damping=DAMPING),
     "running+muon": Space(ADAPTIVE, damping=DAMPING),
+    "exact+soap": Space(ADAPTIVE, tau_theta=TAU_THETA),
+    "cg3+soap": Space(ADAPTIVE, tau_theta=TAU_THETA),
+    "running+soap": Space(ADAPTIVE, damping=DAMPING),
 }
+"""The last three were added when results of the others had been seen, and before any run of their own."""
 
 
 @dataclass(frozen=True)
