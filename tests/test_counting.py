@@ -19,7 +19,7 @@ COUNTING = "Counting FLOPs (`FlopCounterMode`)"
 
 def test_it_is_shown_the_plain_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_has_triton", lambda: True)
-    on_a_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float32)
+    on_a_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float32, dim=lambda: 2)
     assert device.use_triton(on_a_gpu)
     with FlopCounterMode(display=False):
         assert not device.use_triton(on_a_gpu)
