@@ -184,7 +184,9 @@ def _replays(on: torch.device) -> Replays:
 def held_bytes(on: torch.device) -> int:
     """Memory that the captured solves of a device hold, beside what cuBLAS keeps for their stream."""
     captured = _replays(on).capture
-    return _pool_bytes(captured.pool) if isinstance(captured, GraphCapture) else 0
+    if not isinstance(captured, GraphCapture) or captured.pool is None:  # None would name all memory
+        return 0
+    return _pool_bytes(captured.pool)
 
 
 def _pool_bytes(pool: Any) -> int:

@@ -71,11 +71,8 @@ CHOLESKY_BLOCK = 512
 CHOLESKY_UNIT = 32
 """Rows in a block are a multiple of this number, as tensor cores prefer (h200.json)."""
 
-TRIANGLE_MOST_ROWS = 512
-"""Most rows of the blocks that are inverted by substitution when a triangle is inverted by halves. Not tuned."""
-
-INVERTED_TOGETHER_MOST_ROWS = 1024
-"""Most rows of averages that are inverted together, so that few large ones are held at a time. Not tuned."""
+INVERTED_TOGETHER_MOST_BYTES = 2**28
+"""Most bytes of averages that are inverted together; several copies of them are held meanwhile. Not tuned."""
 
 TURNS_LEAST_FEATURES = 256
 """Fewest features of an average that is inverted in a turn of its own; launches bound smaller ones. Not tuned."""

@@ -20,7 +20,7 @@ pytestmark = [
     ),  # of Triton on Python 3.13
 ]
 TERMS = {"TERMS_OF_RHO": "*fp16", "TERMS_OF_SEARCH": "*fp16", "TERMS_OF_M": "*fp16", "TERMS_OF_X": "*bf16"}
-FLOATS = dict.fromkeys(("damping", "epsilon", "least_share", "root"), "fp32")
+FLOATS = dict.fromkeys(("damping", "epsilon", "least_share", "root", "scale"), "fp32")
 TYPES = {**TERMS, **FLOATS, "FAILED": "*i1", "LOST": "*i1", "SPOILT": "*i1"}
 MOST_SHARED_BYTES = 227 * 1024
 """Of a block on a GPU of compute capability 9.0."""
@@ -34,6 +34,7 @@ KERNELS = [
     *[(kernel, {"ROWS": 128, "COLUMNS": 16}, 8) for kernel in (rotation._rotate, rotation._rotate_whole)],
     (split_bf16._split, {"ORDER": (0, 2, 1), "NUMBERS": 1024}, 4),
     *[(split_fp16._split_row, {"TERMS": terms, "COLUMNS": 512}, 4) for terms in (1, 3)],
+    *[(split_fp16._stack, {"BY_ROWS": by_rows, "NUMBERS": 1024}, 4) for by_rows in (True, False)],
     *[
         (sample_cg._begin, {"ROTATE": rotate, "TERMS": terms, "SAMPLES": 512, "OUTPUTS": 16}, 8)
         for rotate, terms in [(False, 1), (True, 3)]
@@ -82,6 +83,7 @@ def test_kernels_are_compiled_for_what_they_are_given() -> None:
         rotation.rotate(B)
         rotation.rotate(torch.empty(1, 2000, 8, device=GPU))
         split_bf16.terms(B[0], (0, 2, 1), 40)
+        split_fp16.stack(B, 1, 4.0)
         for features in (M, torch.empty(1, 1100, 1100, device=GPU)):
             feature_cg.feature_cg(features, features[..., :24], 1.0, 3, 3)
         for terms in (1, 3):

@@ -10,7 +10,14 @@ import pytest
 from kernels.interpreter import INTERPRETED
 
 FOLDER = Path(__file__).parent
-FILES = ["test_sample_cg.py", "test_feature_cg.py", "test_cholesky.py", "test_rotation.py", "test_split.py"]
+FILES = [
+    "test_sample_cg.py",
+    "test_feature_cg.py",
+    "test_cholesky.py",
+    "test_rotation.py",
+    "test_split.py",
+    "test_stacked_terms.py",
+]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")

@@ -98,6 +98,15 @@ class Cluster:
         large = (size for size in sizes if size.features >= tuning.TURNS_LEAST_FEATURES)
         return sum(size.groups * float(size.features) ** 3 for size in large)
 
+    @property
+    def together(self) -> int:
+        """How many averages like this one a GPU inverts at a time, which takes less than one after the other."""
+        leaves = [system.leaves[0] for system in self.systems if system.usual and system.trained]
+        size = max(
+            (leaf.nbytes for leaf in leaves if leaf.is_cuda), default=tuning.INVERTED_TOGETHER_MOST_BYTES
+        )
+        return max(1, tuning.INVERTED_TOGETHER_MOST_BYTES // max(size, 1))
+
     def settle(
         self, turn: int, owner: int = 0, route: Route | None = None, group: Group | None = None
     ) -> None:

@@ -8,10 +8,10 @@ without asking each other, and compare them once.
 
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -74,24 +74,46 @@ class Route:
     why: str
 
 
-def turns(costs: Sequence[float], update_every: int, invert_every: int) -> list[int]:
+def turns(
+    costs: Sequence[float], update_every: int, invert_every: int, together: Sequence[int] | None = None
+) -> list[int]:
     """In which of the steps between two inversions each layer is inverted, such that these take about as long.
 
     Steps that form S have a share of the work with that. Small matrices, which cost nothing here, are inverted
     together, in the first of these steps: that takes a few calls, however many there are. Turns do not depend on the
     number of ranks, so that ranks take the steps of one process.
 
+    Args:
+        costs: how long each inversion takes, in any unit.
+        update_every, invert_every: as of `Running`.
+        together: how many layers that cost as much are inverted at a time, where that is faster; None for one.
+
     Example:
         >>> turns([5.0, 3.0, 2.0, 0.0], update_every=1, invert_every=2)
         [0, 1, 1, 0]
+        >>> turns([5.0, 5.0, 5.0, 5.0], update_every=1, invert_every=4, together=[3, 3, 3, 3])
+        [0, 0, 1, 1]
     """
     share = sum(costs) / invert_every if update_every > 1 else 0.0
     load = [share if step % update_every == 0 else 0.0 for step in range(invert_every)]
     found = [0] * len(costs)
-    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        found[index] = load.index(min(load)) if costs[index] else 0
-        load[found[index]] += costs[index]
+    for chunk in _chunks(costs, together or [1] * len(costs)):
+        cost = sum(costs[index] for index in chunk)
+        turn = load.index(min(load)) if cost else 0
+        load[turn] += cost
+        for index in chunk:
+            found[index] = turn
     return found
+
+
+def _chunks(costs: Sequence[float], together: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Layers that have a turn in common, the most expensive first; those that cost as much are shared out evenly."""
+    ordered = sorted(range(len(costs)), key=lambda i: -costs[i])
+    for _, group in groupby(ordered, key=lambda i: (costs[i], together[i])):
+        alike = list(group)
+        count = -(-len(alike) // together[alike[0]])
+        size = -(-len(alike) // count)
+        yield from (alike[i : i + size] for i in range(0, len(alike), size))
 
 
 SLACK = 1.1
@@ -249,7 +271,8 @@ def settle(clusters: Sequence["Cluster"], ranks: "Ranks", running: "Running | No
         own = [cluster for cluster in clusters if found[cluster] is group]
         slots = [0] * len(own)
         if running is not None and running.damping is not None:
-            slots = turns([cluster.cost for cluster in own], running.update_every, running.invert_every)
+            costs, together = [cluster.cost for cluster in own], [cluster.together for cluster in own]
+            slots = turns(costs, running.update_every, running.invert_every, together)
         if group is None:
             for cluster, turn in zip(own, slots, strict=True):
                 cluster.settle(turn)

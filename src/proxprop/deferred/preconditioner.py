@@ -1,6 +1,6 @@
 """What turns a gradient into a direction: `B -> factor·(λI + M)⁻¹B`, by a solver, from rows, or by an inverse."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -234,27 +234,33 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
 def fill(asked: Iterable[tuple[Operator, Form]]) -> list[Tensor | None]:
     """Make operators anew, each for its form.
 
-    Small matrices of one size are inverted together, as groups of one system; large ones as they come, so that only
-    one of them is held beside its average.
+    Matrices of one size are inverted together, as groups of one system, but only so many that their copies do not take
+    much memory.
 
     Returns:
         For each operator, whether it failed to be made for each of its groups, where that can be.
     """
     failed: list[Tensor | None] = []
-    small: dict[tuple[object, ...], dict[int, tuple[Operator, Form]]] = {}
+    waiting: dict[tuple[object, ...], dict[int, tuple[Operator, Form]]] = {}
     for place, (operator, form) in enumerate(asked):
         failed.append(None)
         if isinstance(operator, Solve):
             operator.kept.copy_(form.M)
-        elif form.M.shape[-1] > tuning.INVERTED_TOGETHER_MOST_ROWS:
-            (failed[place],) = _invert([(operator, form)])
-        else:
-            alike = form.M.shape[1:], form.M.dtype, form.M.device, form.damping, form.factor
-            small.setdefault(alike, {})[place] = operator, form
-    for members in small.values():
-        for place, flag in zip(members, _invert([*members.values()]), strict=True):
-            failed[place] = flag
+            continue
+        alike = form.M.shape[1:], form.M.dtype, form.M.device, form.damping, form.factor
+        members = waiting.setdefault(alike, {})
+        members[place] = operator, form
+        if (len(members) + 1) * form.M.nbytes > tuning.INVERTED_TOGETHER_MOST_BYTES:
+            _invert_into(failed, waiting.pop(alike))
+    for members in waiting.values():
+        _invert_into(failed, members)
     return failed
+
+
+def _invert_into(failed: list[Tensor | None], members: Mapping[int, tuple[Operator, Form]]) -> None:
+    """Fill inverses of one size, and set each one's failures in its place."""
+    for place, flag in zip(members, _invert([*members.values()]), strict=True):
+        failed[place] = flag
 
 
 def _invert(members: Sequence[tuple[Operator, Form]]) -> list[Tensor]:
@@ -263,8 +269,8 @@ def _invert(members: Sequence[tuple[Operator, Form]]) -> list[Tensor]:
     M = forms[0].M if len(forms) == 1 else torch.cat([form.M for form in forms])
     X, failed = inverse(M, forms[0].damping)
     sizes = [len(form.M) for form in forms]
-    for (operator, _), own in zip(members, X.mul_(forms[0].factor).split(sizes), strict=True):
-        operator.kept.copy_(own)
+    for (operator, _), own in zip(members, X.split(sizes), strict=True):
+        torch.mul(own, forms[0].factor, out=operator.kept)
     return list(failed.split(sizes))
 
 

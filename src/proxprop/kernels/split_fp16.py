@@ -15,7 +15,7 @@ from torch import Tensor
 
 from proxprop import tuning
 from proxprop.device import round_up
-from proxprop.kernels.launch import launches, with_rows
+from proxprop.kernels.launch import launches, on_its_device, with_rows
 
 M_SCALE, V_SCALE = tl.constexpr(4096.0), tl.constexpr(16384.0)
 """Powers of two that bring the scaled entries of M and V near the top of float16's range."""
@@ -100,6 +100,51 @@ def split(M: Tensor, rows: int, terms: int) -> tuple[Tensor, Tensor]:
         TERMS=terms, COLUMNS=triton.next_power_of_2(padded),
     )  # fmt: skip
     return out, diagonal
+
+
+@triton.jit
+def _stack(
+    M, TERMS_OF_M, rows, columns, group_stride, stride, scale, BY_ROWS: tl.constexpr, NUMBERS: tl.constexpr
+):  # fmt: skip
+    """Store the terms of some numbers of a row: high, low, high, high."""
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    at = tl.program_id(1) * NUMBERS + tl.arange(0, NUMBERS)
+    inside = at < columns
+    m = tl.load(M + group * group_stride + row * stride + at, mask=inside, other=0.0) * scale
+    high = m.to(tl.float16)
+    low = (m - high.to(tl.float32)).to(tl.float16)
+    TERMS_OF_M += group * rows * columns * 4
+    if BY_ROWS:
+        between = rows.to(tl.int64) * columns
+        TERMS_OF_M += row * columns + at
+    else:
+        between = columns.to(tl.int64)
+        TERMS_OF_M += row * columns * 4 + at
+    tl.store(TERMS_OF_M, high, mask=inside)
+    tl.store(TERMS_OF_M + between, low, mask=inside)
+    tl.store(TERMS_OF_M + 2 * between, high, mask=inside)
+    tl.store(TERMS_OF_M + 3 * between, high, mask=inside)
+
+
+@on_its_device
+def stack(X: Tensor, dim: int, scale: float) -> Tensor:
+    """Terms of X `[groups, rows, columns]` times a power of two, stacked along one of the last two dimensions.
+
+    Returns:
+        High, low, high, high: `[groups, 4·rows, columns]`, or `[groups, rows, 4·columns]`.
+    """
+    if X.stride(-1) != 1:
+        X = X.contiguous()
+    groups, rows, columns = X.shape
+    shape = (groups, 4 * rows, columns) if dim == 1 else (groups, rows, 4 * columns)
+    out = X.new_empty(shape, dtype=torch.float16)
+    grid = rows, triton.cdiv(columns, tuning.SPLIT_NUMBERS), groups
+    launch = launches("split_fp16.stack", [X], dim)
+    launch(
+        _stack, grid, X, out, rows, columns, X.stride(0), X.stride(1), float(scale),
+        BY_ROWS=dim == 1, NUMBERS=tuning.SPLIT_NUMBERS,
+    )  # fmt: skip
+    return out
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

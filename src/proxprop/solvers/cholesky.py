@@ -16,7 +16,6 @@ from proxprop import device, tuning
 from proxprop.solvers.matmul import LONGEST_SUM, transposed_product
 from proxprop.solvers.rotation import rotate
 from proxprop.solvers.solver import PreparedSolve, ProductSolve, Solution
-from proxprop.solvers.triangular import inverse_of_product, inverse_of_triangle
 
 LEAST_PIVOT = 4
 """A pivot must be larger than its diagonal entry times this multiple of `ε√size`."""
@@ -65,16 +64,30 @@ class TriangularFactorization(Factorization):
 
 def factorize(M: Tensor, damping: float) -> Factorization:
     """Factorise `λI + M` for positive semidefinite M `[groups, size, size]`, which may be overwritten."""
-    if backend(M) == "blocks":
-        from proxprop.solvers.block_cholesky import BlockFactorization
+    match backend(M):
+        case "blocks":
+            from proxprop.solvers.block_cholesky import BlockFactorization
 
-        return BlockFactorization(M, damping)
-    return factorize_whole(M, damping)
+            return BlockFactorization(M, damping)
+        case "triton":
+            return TritonFactorization(M, damping)
+        case _:
+            return LapackFactorization(M, damping)
 
 
 def factorize_whole(M: Tensor, damping: float) -> TriangularFactorization:
-    """Factorise `λI + M`, but never by blocks."""
-    return TritonFactorization(M, damping) if backend(M) == "triton" else LapackFactorization(M, damping)
+    """Factorise `λI + M` for the sake of `L⁻¹` or the inverse.
+
+    On a GPU large matrices in float32 go by blocks in eager steps too: LAPACK's way to an inverse takes several times as
+    long, and can't be captured in a CUDA graph.
+    """
+    if backend(M) == "triton":
+        return TritonFactorization(M, damping)
+    if device.use_triton(M):
+        from proxprop.solvers.block_inverse import BlockInverse
+
+        return BlockInverse(M, damping)
+    return LapackFactorization(M, damping)
 
 
 def backend(M: Tensor) -> str:
@@ -162,12 +175,19 @@ class LapackFactorization(TriangularFactorization):
         return solved
 
     def inverse(self) -> Tensor:
-        """By LAPACK's own routine on a CPU; by products on a GPU, where that routine can't be captured."""
-        return inverse_of_product(self.L) if self.L.is_cuda else torch.cholesky_inverse(self.L)
+        """By LAPACK's own routine on a CPU; by a product on a GPU, where that routine can't be captured."""
+        if not self.L.is_cuda:
+            return torch.cholesky_inverse(self.L)
+        with device.float32_products("ieee", self.L):
+            factor = self.inverse_factor()
+            return factor.mT @ factor
 
     def inverse_factor(self) -> Tensor:
-        """By halves."""
-        return inverse_of_triangle(self.L)
+        """By substitution for the columns of the identity."""
+        identity = torch.eye(self.L.shape[-1], dtype=self.L.dtype, device=self.L.device)
+        with device.float32_products("ieee", self.L):
+            factor: Tensor = torch.linalg.solve_triangular(self.L, identity.expand_as(self.L), upper=False)
+        return factor
 
     def prepared(self, outputs: int, rotated: bool = False) -> PreparedSolve:
         """With as many outputs as rows, a CPU multiplies by the inverse faster than it substitutes."""

@@ -1,0 +1,90 @@
+"""Batched products about as accurate as float32's, of matrices that are split once and multiplied many times.
+
+The sum of two float16 numbers, high and low, has all but the last two bits of a float32 number. Three of the four
+products of such terms reach about float32's last bit, the smallest first. A matrix has its terms stacked along the
+dimension that products sum over, as high, low, high, high. The first three of these against the last three of another
+matrix are one product with float32 sums: three times the work, at over ten times the rate. Anywhere but on a GPU with
+Triton, and in float64, a matrix stands for itself.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from proxprop.device import use_fp16_products
+
+
+class Stack(NamedTuple):
+    """A matrix as a factor of products.
+
+    Attributes:
+        first, last: the first three and the last three terms, or the matrix itself twice.
+        scale: what the terms are multiples of.
+    """
+
+    first: Tensor
+    last: Tensor
+    scale: float
+
+    @property
+    def mT(self) -> "Stack":
+        """The transposed matrix."""
+        return Stack(self.first.mT, self.last.mT, self.scale)
+
+    def columns(self, start: int, end: int | None = None) -> "Stack":
+        """Some columns of a matrix that is stacked by rows."""
+        return Stack(self.first[..., start:end], self.last[..., start:end], self.scale)
+
+
+def by_rows(X: Tensor, scale: float) -> Stack:
+    """Prepare X `[groups, rows, columns]` for products that sum over its rows."""
+    return _stacked(X, 1, scale)
+
+
+def by_columns(X: Tensor, scale: float) -> Stack:
+    """Prepare X `[groups, rows, columns]` for products that sum over its columns."""
+    return _stacked(X, 2, scale)
+
+
+def product(left: Stack, right: Stack) -> Tensor:
+    """`left·right`, of a matrix stacked by columns and one stacked by rows."""
+    total = left.first.new_empty(
+        len(left.first), left.first.shape[1], right.last.shape[2], dtype=_sum_dtype(left)
+    )
+    return _add(total, left, right, 0, 1.0)
+
+
+def add_product(total: Tensor, left: Stack, right: Stack) -> None:
+    """Add `left·right` to a total, in place."""
+    _add(total, left, right, 1, 1.0)
+
+
+def subtract_product(total: Tensor, left: Stack, right: Stack) -> None:
+    """Subtract `left·right` from a total, in place."""
+    _add(total, left, right, 1, -1.0)
+
+
+def _stacked(X: Tensor, dim: int, scale: float) -> Stack:
+    if not use_fp16_products(X):
+        return Stack(X, X, 1.0)
+    from proxprop.kernels import split_fp16
+
+    terms, size = split_fp16.stack(X, dim, scale), X.shape[dim]
+    return Stack(terms.narrow(dim, 0, 3 * size), terms.narrow(dim, size, 3 * size), scale)
+
+
+def _sum_dtype(factor: Stack) -> torch.dtype:
+    return torch.float32 if factor.first.dtype == torch.float16 else factor.first.dtype
+
+
+def _add(total: Tensor, left: Stack, right: Stack, beta: int, alpha: float) -> Tensor:
+    """`beta·total + alpha·left·right`, in place of the total."""
+    alpha /= left.scale * right.scale
+    if left.first.dtype != torch.float16:
+        return total.baddbmm_(left.first, right.last, beta=beta, alpha=alpha)
+    if not total.is_cuda:  # under Triton's interpreter
+        return total.baddbmm_(left.first.float(), right.last.float(), beta=beta, alpha=alpha)
+    return torch.baddbmm(
+        total, left.first, right.last, out_dtype=torch.float32, beta=beta, alpha=alpha, out=total
+    )
