@@ -18,8 +18,10 @@ from proxprop.deferred.preconditioner import (
     Form,
     Operator,
     absolute_form,
+    absolute_numbers,
     fill,
     relative_form,
+    relative_numbers,
     room,
 )
 from proxprop.deferred.writer import bring_operators, plain
@@ -262,9 +264,9 @@ class Averages:
         device = cluster.device if cluster.mine or cluster.way == "inverse" else torch.device("meta")
         pairs: list[Pair] = []
         for term in terms:
-            shape, equation = term.to("meta"), term.equation
+            equation = term.equation
             operator = room(
-                self._form(shape, shape.samples),
+                Form(term.S, *self._numbers(equation)),
                 equation.layer._settings.solver,
                 self.running.inverse_dtype,
                 device,
@@ -273,15 +275,21 @@ class Averages:
             pairs.append((equation, operator))
         cluster.keep(pairs)
 
+    def _numbers(self, equation: Equation) -> tuple[float, float]:
+        """λ and the factor of an equation's operator."""
+        if self.running.damping is not None:
+            return relative_numbers(self.running.damping)
+        return absolute_numbers(equation.layer._settings)
+
     def _form(self, term: Term, samples: Tensor | None) -> Form:
-        assert term.samples is not None
-        C = term.S / term.samples.clamp(min=1e-30)
         if self.running.damping is not None:
             layout = term.equation.layout
             count, whole = (layout.count, layout.whole) if isinstance(layout, BlockLayout) else (1, layout)
-            return relative_form(C, self.running.damping, whole.sizes.features, count)
+            return relative_form(term.S, self.running.damping, whole.sizes.features, count)
         assert samples is not None
-        return absolute_form(C.mul_(samples), samples, term.equation.layer._settings)
+        assert term.samples is not None
+        S = term.S * (samples / term.samples.clamp(min=1e-30))
+        return absolute_form(S, samples, term.equation.layer._settings)
 
     def _start(self, cluster: Cluster, names: Iterable[str]) -> None:
         """Start averages of the systems of these names with zeros, for what was saved to be copied into."""

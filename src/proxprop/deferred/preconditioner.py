@@ -34,18 +34,23 @@ class Form(NamedTuple):
 
 def absolute_form(S: Tensor, samples: Tensor | None, settings: Settings) -> Form:
     """A layer's own settings: `(I/τ_θ + S)⁻¹B`, or `(I + τ_θ·S/N)⁻¹B`. S is overwritten."""
+    if settings.scaling == "gradient":
+        assert samples is not None
+        S = S.div_(samples.clamp(min=1.0))
+    return Form(S, *absolute_numbers(settings))
+
+
+def absolute_numbers(settings: Settings) -> tuple[float, float]:
+    """λ and the factor of a layer's own settings."""
     damping = 1 / settings.tau_theta
-    if settings.scaling == "paper":
-        return Form(S, damping, 1.0)
-    assert samples is not None
-    return Form(S.div_(samples.clamp(min=1.0)), damping, damping)
+    return damping, damping if settings.scaling == "gradient" else 1.0
 
 
 def relative_form(S: Tensor, damping: float, features: int, blocks: int = 1) -> Form:
     """`(1 + ρ)·c·(ρcI + S)⁻¹B` with c the mean of S's diagonal, for each group: the scale of S drops out.
 
     Where S is c times the identity this is B itself, whatever ρ; as ρ grows it tends to B. It is B too where S is
-    zero, which says nothing of inputs to come: those of an expert that saw no token yet. S is overwritten.
+    zero, which says nothing of inputs to come: those of an expert that saw no token yet.
 
     Args:
         S: any multiple of it gives the same.
@@ -57,9 +62,14 @@ def relative_form(S: Tensor, damping: float, features: int, blocks: int = 1) -> 
     mean = diagonal.reshape(len(S) // blocks, -1).sum(-1) / features
     mean = mean[:, None].expand(-1, blocks).reshape(-1, *[1] * (S.dim() - 1))
     unseen = mean == 0
-    S.div_(torch.where(unseen, 1.0, mean))
-    diagonal.add_(unseen.view(-1, 1))
-    return Form(S, damping, 1 + damping)
+    M = S / torch.where(unseen, 1.0, mean)
+    (M if M.dim() == 2 else M.diagonal(dim1=-2, dim2=-1)).add_(unseen.view(-1, 1))
+    return Form(M, *relative_numbers(damping))
+
+
+def relative_numbers(damping: float) -> tuple[float, float]:
+    """λ and the factor where the scale of S drops out."""
+    return damping, 1 + damping
 
 
 @dataclass(eq=False)

@@ -78,8 +78,8 @@ def factorize(M: Tensor, damping: float) -> Factorization:
 def factorize_whole(M: Tensor, damping: float) -> TriangularFactorization:
     """Factorise `λI + M` for the sake of `L⁻¹` or the inverse.
 
-    On a GPU large matrices in float32 go by blocks in eager steps too: LAPACK's way to an inverse takes several times as
-    long, and can't be captured in a CUDA graph.
+    On a GPU large matrices in float32 go by blocks in eager steps too: LAPACK's way to an inverse takes several times
+    as long, and can't be captured in a CUDA graph.
     """
     if backend(M) == "triton":
         return TritonFactorization(M, damping)
