@@ -36,6 +36,7 @@ OWNERS = {
     forward_ad: ["_current_level"],
     functional: ["_mha_shape_check"],
     nn.Conv2d: ["_conv_forward"],
+    nn.ConvTranspose2d: ["_output_padding"],
     FSDPModule: ["_get_fsdp_state"],
     FSDPState: ["_fsdp_param_group"],
     torch.distributed.ProcessGroup: ["_device_types", "_get_backend"],

@@ -124,6 +124,12 @@ def convolve(conv: nn.Conv2d, input: Tensor, weight: Tensor, bias: Tensor | None
     return output
 
 
+def output_padding(conv: nn.ConvTranspose2d, input: Tensor, size: list[int] | None) -> list[int]:
+    """The padding that gives a transposed convolution's output this size. Without it, the size is refused."""
+    stride, padding, taps, dilation = map(list, (conv.stride, conv.padding, conv.kernel_size, conv.dilation))
+    return conv._output_padding(input, size, stride, padding, taps, len(taps), dilation)  # type: ignore[arg-type]
+
+
 def is_batched_attention(inputs: Sequence[Tensor], masks: Sequence[Tensor | None], heads: int) -> bool:
     """Whether query, key and value are batched. Without it, attention's errors about shapes differ from torch's."""
     batched: bool = functional._mha_shape_check(*inputs, *masks, heads)  # type: ignore[attr-defined]

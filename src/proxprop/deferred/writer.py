@@ -265,11 +265,10 @@ class Stack:
         weights, biases = gradients[: len(self.weights)], gradients[len(self.weights) :]
         with no_autocast(self.P.device.type), float32_products("tf32", self.P):
             W = self._stacked(weights)
+            D = [_times(W, self.ww)]
             if biases:
                 b = self._stacked(biases)
-                D = [_times(W, self.ww, b * self.wb), _times(W, self.bw, b * self.bb)]
-            else:
-                D = [_times(W, self.ww)]
+                D = [D[0].addcmul_(b, self.wb), torch.addcmul(_times(W, self.bw), b, self.bb)]
         shapes = [(len(g), *g[0].shape) for g in (weights, biases) if g]
         return [d for found, shape in zip(D, shapes, strict=True) for d in found.reshape(shape).unbind()]
 
@@ -290,19 +289,13 @@ class Stack:
         return stacked.reshape(len(self.P), self.outputs, -1)
 
 
-def _times(W: Tensor, P: Tensor, total: Tensor | None = None) -> Tensor:
-    """`WP` for each layer, added to a total if there is one.
-
-    Where inverses are kept in bfloat16, a GPU multiplies that with float32 sums.
-    """
-    if P.dtype != W.dtype and not P.is_cuda:
-        P = P.to(W.dtype)
+def _times(W: Tensor, P: Tensor) -> Tensor:
+    """`WP` for each layer; where inverses are kept in bfloat16, a GPU multiplies that with float32 sums."""
     if P.dtype == W.dtype:
-        return torch.bmm(W, P) if total is None else total.baddbmm_(W, P)
-    left = W.to(P.dtype)
-    if total is None:
-        return torch.bmm(left, P, out_dtype=W.dtype)
-    return torch.baddbmm(total, left, P, out_dtype=W.dtype, out=total)
+        return torch.bmm(W, P)
+    if not P.is_cuda:
+        return torch.bmm(W, P.to(W.dtype))
+    return torch.bmm(W.to(P.dtype), P, out_dtype=W.dtype)
 
 
 def _stackable(equation: Equation) -> bool:

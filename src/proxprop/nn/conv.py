@@ -4,11 +4,17 @@ from functools import partial
 from typing import ClassVar, cast
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from proxprop.nn.affine import AffineLayer
-from proxprop.torch_internals import convolve
+from proxprop.torch_internals import convolve, output_padding
 from proxprop.transfer import ConvGeometry, ConvTransfer, ConvTransposeTransfer, LayerCall
 
+CONVOLVE_TRANSPOSED = {
+    1: functional.conv_transpose1d,
+    2: functional.conv_transpose2d,
+    3: functional.conv_transpose3d,
+}
 AnyConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
@@ -44,9 +50,14 @@ class ConvTransposeLayer(ConvLayer):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """torch's own forward."""
-        return self._affine(
-            lambda input, weight, bias: self._plain_forward(input, output_size), input, options=(output_size,)
-        )
+        conv = cast(nn.ConvTranspose2d, self)
+
+        def convolve_transposed(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            extra = output_padding(conv, input, output_size)
+            options = conv.stride, cast(tuple[int, ...], conv.padding), extra, conv.groups, conv.dilation
+            return CONVOLVE_TRANSPOSED[len(extra)](input, weight, bias, *options)
+
+        return self._affine(convolve_transposed, input, options=(output_size,))
 
 
 class ConvTranspose1d(ConvTransposeLayer, nn.ConvTranspose1d):
