@@ -1,14 +1,16 @@
 """Run every test that needs a GPU and write results/gpu-tests.json: `python tests/gpu_record.py [options of pytest]`.
 
-It needs torch, pytest, hypothesis and numpy. The package may be a checkout that is not installed. Where there is no
+`--processes N` shares the tests among so many processes. It needs torch, pytest, hypothesis and numpy. The package may be a checkout that is not installed. Where there is no
 git, the commit comes from the environment variable COMMIT.
 """
 
+import argparse
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -36,11 +38,21 @@ TORCH_WARNS = ["The AccumulateGrad node's stream does not match", "Synchronizati
 
 
 class Outcomes:
-    """A pytest plugin that counts how tests ended, and names those that failed."""
+    """A pytest plugin that counts how tests ended, and names those that failed.
 
-    def __init__(self) -> None:
+    Args:
+        share: runs every `count`-th test, beginning with this one.
+        count: how many processes share the tests.
+    """
+
+    def __init__(self, share: int = 0, count: int = 1) -> None:
+        self.share, self.count = share, count
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leave the other tests to other processes."""
+        items[:] = items[self.share :: self.count]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A test counts once; a failure of its fixtures is one of its own."""
@@ -50,11 +62,17 @@ class Outcomes:
             self.failures.append(report.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file that can't be imported fails, and one that skips itself is skipped."""
-        if report.outcome != "passed":
-            self.counts[report.outcome] += 1
+        """A file that can't be imported fails, and one that skips itself is skipped; one process says so."""
+        if report.outcome == "passed" or self.share:
+            return
+        self.counts[report.outcome] += 1
         if report.failed:
             self.failures.append(report.nodeid)
+
+    def add(self, part: dict[str, object]) -> None:
+        """Count what another process ran."""
+        self.counts.update(part["counts"])
+        self.failures += part["failures"]
 
 
 def commit() -> str:
@@ -95,11 +113,44 @@ def main(arguments: list[str]) -> int:
     source = str(ROOT / "src")
     sys.path.insert(0, source)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    outcomes = Outcomes()
-    quiet = [option for message in TORCH_WARNS for option in ("-W", f"ignore:{message}:UserWarning")]
-    status = pytest.main(["-q", "-m", "", *quiet, *TESTS, *arguments], plugins=[outcomes])
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--share", type=int)
+    parser.add_argument("--part", type=Path)
+    options, given = parser.parse_known_args(arguments)
+    if options.share is not None:
+        return run_share(options.share, options.processes, options.part, given)
+    outcomes, status = run_all(options.processes, given)
     RECORD.write_text(json.dumps(record(outcomes, arguments), indent=1) + "\n")
+    return status
+
+
+def run_share(share: int, count: int, part: Path, given: list[str]) -> int:
+    """Run one process's share of the tests, and write down what came of it."""
+    outcomes = Outcomes(share, count)
+    quiet = [option for message in TORCH_WARNS for option in ("-W", f"ignore:{message}:UserWarning")]
+    status = pytest.main(["-q", "-m", "", *quiet, *TESTS, *given], plugins=[outcomes])
+    part.write_text(json.dumps({"counts": outcomes.counts, "failures": outcomes.failures}))
     return int(status)
+
+
+def run_all(count: int, given: list[str]) -> tuple[Outcomes, int]:
+    """Run all tests in so many processes. One that ended without a word counts as a failure."""
+    outcomes, status = Outcomes(), 0
+    with tempfile.TemporaryDirectory() as folder:
+        parts = [Path(folder) / f"{share}.json" for share in range(count)]
+        options = [
+            ["--processes", str(count), "--share", str(s), "--part", str(p)] for s, p in enumerate(parts)
+        ]
+        running = [subprocess.Popen([sys.executable, __file__, *own, *given]) for own in options]
+        for share, (process, part) in enumerate(zip(running, parts, strict=True)):
+            status = max(status, process.wait())
+            if part.exists():
+                outcomes.add(json.loads(part.read_text()))
+            else:
+                outcomes.counts["failed"] += 1
+                outcomes.failures.append(f"process {share} ended with {process.returncode}")
+    return outcomes, status
 
 
 if __name__ == "__main__":

@@ -43,6 +43,19 @@ def test_every_test_counts_once(tmp_path: Path) -> None:
     assert len(outcomes.failures) == 3
 
 
+def test_processes_share_all_tests(tmp_path: Path) -> None:
+    (tmp_path / "test_example.py").write_text(EXAMPLE)
+    (tmp_path / "test_no_module.py").write_text("import no_such_module")
+    options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", f"--rootdir={tmp_path}"]
+    every = Outcomes()
+    for share in range(3):
+        outcomes = Outcomes(share, 3)
+        pytest.main([*options, "-c", "/dev/null", str(tmp_path)], plugins=[outcomes])
+        every.add({"counts": dict(outcomes.counts), "failures": outcomes.failures})
+    assert every.counts == {"passed": 1, "failed": 3, "skipped": 1}
+    assert len(every.failures) == 3
+
+
 def test_the_record_names_commit_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMMIT", "abc")
     outcomes = Outcomes()
