@@ -44,8 +44,8 @@ def test_every_test_counts_once(tmp_path: Path) -> None:
 
 
 def test_processes_share_all_tests(tmp_path: Path) -> None:
-    (tmp_path / "test_example.py").write_text(EXAMPLE)
-    (tmp_path / "test_no_module.py").write_text("import no_such_module")
+    (tmp_path / "test_shared.py").write_text(EXAMPLE)
+    (tmp_path / "test_lacking.py").write_text("import no_such_module")
     options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", f"--rootdir={tmp_path}"]
     every = Outcomes()
     for share in range(3):
