@@ -128,7 +128,7 @@ class Dry(FakeTensorMode):
 
     def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
         """Stands for `JITFunction.run`."""
-        warps = constants.pop("num_warps", 4)
+        warps, _ = constants.pop("num_warps", 4), constants.pop("num_stages", None)
         given = {**dict(zip(kernel.arg_names, args, strict=False)), **constants}
         self.work.operations[kernel.__name__] += 1
         self.work.launches.append(Launch(kernel, grid, given, warps))
@@ -258,6 +258,7 @@ def dry_gpu() -> Iterator[Work]:
         (FakeTensor, "__torch_dispatch__", classmethod(_dispatch)),
         (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+        (device, "_multiprocessors", lambda _: 132),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "current_stream", lambda *_: None),
         (torch.cuda, "Event", Event),

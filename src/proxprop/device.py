@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from proxprop.torch_internals import dispatch_modes, is_batched_or_differentiated
-from proxprop.tuning import FAST_BFLOAT16
+from proxprop.tuning import FAST_BFLOAT16, SYMMETRIC_SQUARE_LEAST_SIZE
 
 TF32_ROUNDING = 2.0**-11
 """ε of TF32, which has eleven bits; one float16 term has as many."""
@@ -53,6 +53,23 @@ def is_transformed(tensor: Tensor) -> bool:
 def use_fp16_products(array: Tensor) -> bool:
     """Whether to multiply this array in float16: Triton kernels can take it, and sums are float32."""
     return use_triton(array) and not torch.backends.cuda.matmul.allow_fp16_accumulation
+
+
+def use_symmetric_square(array: Tensor) -> bool:
+    """Whether a Triton kernel computes `AᵀA` of this array: large matrices of 16-bit numbers on a GPU."""
+    suits = array.dtype in (torch.bfloat16, torch.float16) and (array.dim() == 2 or len(array) == 1)
+    large = suits and array.is_cuda and min(array.shape[-2:]) >= SYMMETRIC_SQUARE_LEAST_SIZE
+    return large and not is_traced() and _has_triton()
+
+
+@cache
+def _multiprocessors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def multiprocessors(array: Tensor) -> int:
+    """How many programs a GPU runs at a time where each takes a whole multiprocessor."""
+    return _multiprocessors(array.get_device())
 
 
 def fp16_terms() -> int:

@@ -155,6 +155,30 @@ FP16_INNER_UNIT = 64
 FP16_WIDTH_UNIT = 16
 """Outputs in feature-space CG are padded to a multiple of this number (h200.json)."""
 
+SYMMETRIC_SQUARE_LEAST_SIZE = 256
+"""Fewest samples and features of a 16-bit matrix whose S takes half of the FLOPs. Not tuned."""
+
+SQUARE_TILE = 128
+"""Rows and columns of a tile of S. Not tuned."""
+
+SQUARE_DEPTH = 64
+"""Samples that a tile of S takes at a time. Not tuned."""
+
+SQUARE_WARPS = 8
+"""Warps that share a tile of S. Not tuned."""
+
+SQUARE_STAGES = 4
+"""Samples ahead that a tile of S loads. Not tuned."""
+
+SQUARE_MOST_PARTS = 16
+"""Most parts that the samples are cut into, where S has few tiles. Not tuned."""
+
+SQUARE_PART_ROWS = 700
+"""Samples that take as long as writing a tile and adding it up. Not tuned."""
+
+SQUARE_ADDED_ROWS = 32
+"""Rows of a tile that a program adds up. Not tuned."""
+
 SPLIT_NUMBERS = 1024
 """Numbers that a program splits into bfloat16 terms (h200.json)."""
 

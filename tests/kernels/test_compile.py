@@ -11,6 +11,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from dry_gpu import GPU, dry_gpu, without_a_gpu  # noqa: E402
 from proxprop.kernels import cholesky, feature_cg, rotation, sample_cg, split_bf16, split_fp16  # noqa: E402
+from proxprop.kernels import symmetric_square as symmetric  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled"),
@@ -21,7 +22,7 @@ pytestmark = [
 ]
 TERMS = {"TERMS_OF_RHO": "*fp16", "TERMS_OF_SEARCH": "*fp16", "TERMS_OF_M": "*fp16", "TERMS_OF_X": "*bf16"}
 FLOATS = dict.fromkeys(("damping", "epsilon", "least_share", "root", "scale"), "fp32")
-TYPES = {**TERMS, **FLOATS, "FAILED": "*i1", "LOST": "*i1", "SPOILT": "*i1"}
+TYPES = {**TERMS, **FLOATS, "A": "*bf16", "FAILED": "*i1", "LOST": "*i1", "SPOILT": "*i1"}
 MOST_SHARED_BYTES = 227 * 1024
 """Of a block on a GPU of compute capability 9.0."""
 
@@ -35,6 +36,11 @@ KERNELS = [
     (split_bf16._split, {"ORDER": (0, 2, 1), "NUMBERS": 1024}, 4),
     *[(split_fp16._split_row, {"TERMS": terms, "COLUMNS": 512}, 4) for terms in (1, 3)],
     *[(split_fp16._stack, {"BY_ROWS": by_rows, "NUMBERS": 1024}, 4) for by_rows in (True, False)],
+    *[
+        (symmetric._multiply, {"ONES": True, "SPLIT": split, "TILE": 128, "DEPTH": 64}, 8)
+        for split in (True, False)
+    ],
+    (symmetric._add, {"ONES": True, "TILE": 128, "ROWS": 32}, 4),
     *[
         (sample_cg._begin, {"ROTATE": rotate, "TERMS": terms, "SAMPLES": 512, "OUTPUTS": 16}, 8)
         for rotate, terms in [(False, 1), (True, 3)]
@@ -84,6 +90,7 @@ def test_kernels_are_compiled_for_what_they_are_given() -> None:
         rotation.rotate(torch.empty(1, 2000, 8, device=GPU))
         split_bf16.terms(B[0], (0, 2, 1), 40)
         split_fp16.stack(B, 1, 4.0)
+        symmetric.square(torch.empty(8192, 768, device=GPU, dtype=torch.bfloat16), True, True)
         for features in (M, torch.empty(1, 1100, 1100, device=GPU)):
             feature_cg.feature_cg(features, features[..., :24], 1.0, 3, 3)
         for terms in (1, 3):

@@ -17,6 +17,7 @@ FILES = [
     "test_rotation.py",
     "test_split.py",
     "test_stacked_terms.py",
+    "test_symmetric_square.py",
 ]
 
 

@@ -231,6 +231,32 @@ def test_a_symmetric_product_of_bfloat16_numbers_is_in_float32() -> None:
     assert relative_error(found.double(), A.double().mT @ A.double()) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_column_of_ones_comes_behind_the_rows(dtype: torch.dtype) -> None:
+    A = torch.randn(1, 40, 30).to(dtype)
+    with_ones = torch.cat([A.double(), torch.ones(1, 40, 1, dtype=torch.float64)], 2)
+    assert relative_error(transposed_square(A, ones=True).double(), with_ones.mT @ with_ones) < 1e-6
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU computes half of the products")
+@pytest.mark.parametrize("ones", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("samples", "features"), [(8192, 768), (1003, 264), (257, 300), (3000, 3072), (9000, 256)]
+)
+def test_half_of_a_square_is_enough_on_a_gpu(
+    samples: int, features: int, dtype: torch.dtype, ones: bool
+) -> None:
+    A = (torch.randn(samples, features, device="cuda") + 1).to(dtype)
+    assert device.use_symmetric_square(A)
+    S, exact = transposed_square(A, ones, dense=True), A.double()
+    exact = torch.cat([exact, torch.ones_like(exact[:, :1])], 1) if ones else exact
+    assert S.is_contiguous()
+    assert torch.equal(S, S.mT)
+    assert relative_error(S.double(), exact.mT @ exact) < 1e-5
+    assert torch.equal(transposed_square(A[None], ones)[0], S)
+
+
 def test_float64_stays_float64() -> None:
     left, right = (operand.double() for operand in operands())
     assert torch.equal(transposed_product(left, right), left.mT @ right)

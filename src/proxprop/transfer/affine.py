@@ -140,18 +140,9 @@ class Affine(Transfer):
         """The inverse of `_columns`."""
         return columns.mT.reshape(self.weight_shape)
 
-    def square(self, A: Tensor) -> Tensor:
-        """`AᵀA` for some of the rows, the ones column included.
-
-        A copy of A with a column of ones takes fewer calls than bordering the product. On a GPU there are as many
-        columns of ones as alignment needs.
-        """
-        if not self.bias:
-            return transposed_square(A)
-        inputs = A.shape[-1]
-        ones = 1 if A.device.type == "cpu" else round_up(inputs + 1, tuning.ALIGNED) - inputs
-        S = transposed_square(torch.constant_pad_nd(A, (0, ones), 1.0))
-        return S if ones == 1 else S[..., : inputs + 1, : inputs + 1]
+    def square(self, A: Tensor, dense: bool = False) -> Tensor:
+        """`AᵀA` for some of the rows, the ones column included; `dense` is as of `transposed_square`."""
+        return transposed_square(A, self.bias, dense)
 
     def _border(self, S: Tensor, sums: Tensor) -> Tensor:
         """S of the input rows, bordered by the row and the column that the ones add."""
