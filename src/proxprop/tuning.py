@@ -155,6 +155,12 @@ FP16_INNER_UNIT = 64
 FP16_WIDTH_UNIT = 16
 """Outputs in feature-space CG are padded to a multiple of this number (h200.json)."""
 
+AVERAGED_NUMBERS = 4096
+"""Numbers of a running average that a program takes. Not tuned."""
+
+AVERAGED_LEAST_NUMBERS = 2**16
+"""Fewest numbers of an average that is scaled and added to in one pass; launches bound smaller ones. Not tuned."""
+
 SYMMETRIC_SQUARE_LEAST_SIZE = 256
 """Fewest samples and features of a 16-bit matrix whose S takes half of the FLOPs. Not tuned."""
 

@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from dry_gpu import GPU, dry_gpu, without_a_gpu  # noqa: E402
-from proxprop.kernels import cholesky, feature_cg, rotation, sample_cg, split_bf16, split_fp16  # noqa: E402
+from proxprop.kernels import averaging, cholesky, feature_cg, rotation, sample_cg, split_bf16, split_fp16  # noqa: E402
 from proxprop.kernels import symmetric_square as symmetric  # noqa: E402
 
 pytestmark = [
@@ -21,13 +21,14 @@ pytestmark = [
     ),  # of Triton on Python 3.13
 ]
 TERMS = {"TERMS_OF_RHO": "*fp16", "TERMS_OF_SEARCH": "*fp16", "TERMS_OF_M": "*fp16", "TERMS_OF_X": "*bf16"}
-FLOATS = dict.fromkeys(("damping", "epsilon", "least_share", "root", "scale"), "fp32")
-TYPES = {**TERMS, **FLOATS, "A": "*bf16", "FAILED": "*i1", "LOST": "*i1", "SPOILT": "*i1"}
+FLOATS = dict.fromkeys(("damping", "decay", "epsilon", "least_share", "root", "scale"), "fp32")
+TYPES = {**TERMS, **FLOATS, "A": "*bf16", "FAILED": "*i1", "LEFT_OUT": "*i1", "LOST": "*i1", "SPOILT": "*i1"}
 MOST_SHARED_BYTES = 227 * 1024
 """Of a block on a GPU of compute capability 9.0."""
 
 STEPS = [(True, False), (False, False), (False, True), (True, True)]
 KERNELS = [
+    (averaging._take_in, {"NUMBERS": 4096}, 4),
     (cholesky._begin, {"TILE": 32}, 1),
     (cholesky._eliminate, {"FIRST": True, "TILE": 32}, 1),
     (cholesky._eliminate, {"FIRST": False, "TILE": 32}, 1),
@@ -85,6 +86,7 @@ GIVEN = {
 def test_kernels_are_compiled_for_what_they_are_given() -> None:
     with dry_gpu() as work:
         M, B = torch.empty(2, 40, 40, device=GPU), torch.empty(2, 40, 24, device=GPU)
+        averaging.take_in(M, M.clone(), torch.empty(3, device=GPU, dtype=torch.bool), 1, 0.5)
         cholesky.inverse_factor(M, 1.0, 1e-6)
         rotation.rotate(B)
         rotation.rotate(torch.empty(1, 2000, 8, device=GPU))

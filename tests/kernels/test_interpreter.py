@@ -11,6 +11,7 @@ from kernels.interpreter import INTERPRETED
 
 FOLDER = Path(__file__).parent
 FILES = [
+    "test_averaging.py",
     "test_sample_cg.py",
     "test_feature_cg.py",
     "test_cholesky.py",

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cases import relative_error
-from proxprop import CG, tuning
+from proxprop import CG, device, tuning
 from proxprop.direction import solve
 from proxprop.settings import Settings
 from proxprop.solvers import matmul

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from proxprop import device, tuning
 from proxprop.deferred.accumulator import System
 from proxprop.deferred.equation import BlockLayout, Equation, Term, join, total
 from proxprop.deferred.observing import Cluster, Pair
@@ -115,27 +116,45 @@ def update(pairs: Sequence[tuple[Term, Term]], decay: float) -> None:
         pairs: each system's average, in place, and what it has summed since, which is overwritten.
         decay: how much of an average is kept.
     """
-    broken = clean([step for _, step in pairs])
-    kept = pairs[0][1].S.new_full(broken.shape, decay).masked_fill_(broken, 1.0).unbind()
+    broken = not_finite([step for _, step in pairs])
     held, new, scales = list[Tensor](), list[Tensor](), list[Tensor]()
-    for (average, step), scale in zip(pairs, kept, strict=True):
+    kept = broken.new_full(broken.shape, decay, dtype=pairs[0][1].S.dtype).masked_fill_(broken, 1.0).unbind()
+    left_out = broken.unbind()
+    for index, (average, step) in enumerate(pairs):
         for averaged, summed in zip(average[1:], step[1:], strict=True):
-            if averaged is not None and summed is not None:
-                held.append(averaged)
-                new.append(summed)
-                scales.append(scale)
-    multiply_all(held, scales)
-    add_all(held, new)
+            if averaged is None or summed is None:
+                continue
+            if _is_one_pass(averaged, summed):
+                from proxprop.kernels import averaging
+
+                averaging.take_in(averaged, summed, broken, index, decay)
+                continue
+            summed.masked_fill_(left_out[index], 0.0)
+            held.append(averaged)
+            new.append(summed)
+            scales.append(kept[index])
+    if held:
+        multiply_all(held, scales)
+        add_all(held, new)
 
 
-def clean(steps: Sequence[Term]) -> Tensor:
-    """Set what was summed to zero where S is not finite; returns where that was."""
-    broken = ~torch.stack(norms([step.S for step in steps], math.inf)).isfinite()
-    for step, left_out in zip(steps, broken.unbind(), strict=True):
-        for tensor in step[1:]:
-            if tensor is not None:
-                tensor.masked_fill_(left_out, 0.0)
-    return broken
+def _is_one_pass(average: Tensor, summed: Tensor) -> bool:
+    """Whether a kernel takes in a step in one pass."""
+    large = device.use_triton(average) and average.numel() >= tuning.AVERAGED_LEAST_NUMBERS
+    return large and average.is_contiguous() and summed.is_contiguous() and average.dtype == summed.dtype
+
+
+def not_finite(steps: Sequence[Term]) -> Tensor:
+    """Where S is not finite."""
+    return ~torch.stack(norms([step.S for step in steps], math.inf)).isfinite()
+
+
+def clean(step: Term) -> None:
+    """Set what was summed to zero if S is not finite."""
+    broken = not_finite([step])[0]
+    for tensor in step[1:]:
+        if tensor is not None:
+            tensor.masked_fill_(broken, 0.0)
 
 
 class Averages:
@@ -211,7 +230,7 @@ class Averages:
                 started.add(cluster)
                 self.averages[system], self._shapes[system] = step, system.summed_shapes
                 if not S.is_meta:
-                    clean([step])
+                    clean(step)
                 continue
             if held.S.dtype != S.dtype or (
                 held.S.device != S.device if cluster.mine else self._has_moved(cluster)
