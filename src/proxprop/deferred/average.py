@@ -119,12 +119,12 @@ def update(pairs: Sequence[tuple[Term, Term]], decay: float) -> None:
     broken = not_finite([step for _, step in pairs])
     held, new, scales = list[Tensor](), list[Tensor](), list[Tensor]()
     kept = broken.new_full(broken.shape, decay, dtype=pairs[0][1].S.dtype).masked_fill_(broken, 1.0).unbind()
-    left_out = broken.unbind()
+    left_out, by_kernel = broken.unbind(), device.use_triton(pairs[0][1].S)
     for index, (average, step) in enumerate(pairs):
         for averaged, summed in zip(average[1:], step[1:], strict=True):
             if averaged is None or summed is None:
                 continue
-            if _is_one_pass(averaged, summed):
+            if by_kernel and summed.numel() >= tuning.AVERAGED_LEAST_NUMBERS and _lie_alike(averaged, summed):
                 from proxprop.kernels import averaging
 
                 averaging.take_in(averaged, summed, broken, index, decay)
@@ -138,10 +138,9 @@ def update(pairs: Sequence[tuple[Term, Term]], decay: float) -> None:
         add_all(held, new)
 
 
-def _is_one_pass(average: Tensor, summed: Tensor) -> bool:
-    """Whether a kernel takes in a step in one pass."""
-    large = device.use_triton(average) and average.numel() >= tuning.AVERAGED_LEAST_NUMBERS
-    return large and average.is_contiguous() and summed.is_contiguous() and average.dtype == summed.dtype
+def _lie_alike(average: Tensor, summed: Tensor) -> bool:
+    """Whether a kernel may walk through two arrays without looking at their shapes."""
+    return average.is_contiguous() and summed.is_contiguous() and average.dtype == summed.dtype
 
 
 def not_finite(steps: Sequence[Term]) -> Tensor:

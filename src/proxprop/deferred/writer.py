@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from proxprop import tuning
 from proxprop.deferred.collectives import Group, Shards
 from proxprop.deferred.equation import Block, Equation
 from proxprop.deferred.observing import Cluster, Pair, by_group
@@ -228,11 +229,16 @@ def _write(ready: Sequence[tuple["Stack", list[Tensor]]]) -> None:
     gradients: list[Tensor] = []
     directions: list[Tensor] = []
     for stack, own in ready:
+        if stack.is_large(own):
+            stack.write(own)
+            continue
         gradients += own
         directions += stack.directions(own)
-        if sum([d.nbytes for d in directions]) >= TOGETHER_BYTES or stack is ready[-1][0]:
+        if sum([d.nbytes for d in directions]) >= TOGETHER_BYTES:
             copy_all(gradients, directions)
             gradients, directions = [], []
+    if gradients:
+        copy_all(gradients, directions)
 
 
 class Stack:
@@ -260,17 +266,38 @@ class Stack:
             return None
         return [*(gradient.mT for gradient in weights), *biases] if self.transposed else [*weights, *biases]
 
+    def is_large(self, gradients: list[Tensor]) -> bool:
+        """Whether these are large matrices beside biases, whose directions are worth a launch for each."""
+        weight, precise = gradients[0], torch.promote_types(self.P.dtype, torch.float32)
+        large = weight.numel() >= tuning.WRITTEN_ALONE_LEAST_NUMBERS and weight.dtype == precise
+        return large and bool(self.biases) and weight.dim() == 2 and len(self.P) == len(self.weights)
+
+    def write(self, gradients: list[Tensor]) -> None:
+        """Turn gradients into directions in place: what biases add to weights is added on the way there."""
+        weights, biases = gradients[: len(self.weights)], gradients[len(self.weights) :]
+        D, b, own = self._products(weights, biases)
+        assert b is not None
+        for gradient, *terms in zip(weights, D, b, self.wb, strict=True):
+            torch.addcmul(*terms, out=gradient)
+        copy_all(biases, [d.reshape(-1) for d in own.unbind()])
+
     def directions(self, gradients: list[Tensor]) -> list[Tensor]:
         """The directions that gradients are turned into, in the same order."""
         weights, biases = gradients[: len(self.weights)], gradients[len(self.weights) :]
+        D, b, own = self._products(weights, biases)
+        found = [D] if b is None else [D.addcmul_(b, self.wb), own]
+        shapes = [(len(g), *g[0].shape) for g in (weights, biases) if g]
+        return [d for each, shape in zip(found, shapes, strict=True) for d in each.reshape(shape).unbind()]
+
+    def _products(self, weights: list[Tensor], biases: list[Tensor]) -> tuple[Tensor, Tensor | None, Tensor]:
+        """`W P_wwᵀ`, b, and the biases' direction; b is None without biases."""
         with no_autocast(self.P.device.type), float32_products("tf32", self.P):
             W = self._stacked(weights)
-            D = [_times(W, self.ww)]
-            if biases:
-                b = self._stacked(biases)
-                D = [D[0].addcmul_(b, self.wb), torch.addcmul(_times(W, self.bw), b, self.bb)]
-        shapes = [(len(g), *g[0].shape) for g in (weights, biases) if g]
-        return [d for found, shape in zip(D, shapes, strict=True) for d in found.reshape(shape).unbind()]
+            D = _times(W, self.ww)
+            if not biases:
+                return D, None, D
+            b = self._stacked(biases)
+            return D, b, torch.addcmul(_times(W, self.bw), b, self.bb)
 
     def _gradients(self, blocks: Iterable[Block]) -> list[Tensor] | None:
         """The blocks' gradients; None where one is missing, sparse or elsewhere."""

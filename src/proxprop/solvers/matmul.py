@@ -117,33 +117,22 @@ def transposed_square(A: Tensor, ones: bool = False, dense: bool = False) -> Ten
         ones: whether a column of ones comes behind A's, for a bias.
         dense: whether the rows of the result should lie without gaps where that costs no copy.
     """
-    if device.use_symmetric_square(A):
+    if A.is_cuda and device.use_symmetric_square(A):
         from proxprop.kernels import symmetric_square
 
         S = symmetric_square.square(A if A.dim() == 2 else A[0], ones, dense)
         return S if A.dim() == 2 else S[None]
-    return _square_with_ones(A) if ones else _transposed_square(A)
-
-
-def _square_with_ones(A: Tensor) -> Tensor:
-    """`AᵀA` with a column of ones behind A's: a copy of A with it takes fewer calls than bordering the product.
-
-    On a GPU there are as many columns of ones as alignment needs.
-    """
-    features = A.shape[-1]
-    ones = 1 if A.device.type == "cpu" else device.round_up(features + 1, tuning.ALIGNED) - features
-    S = _transposed_square(torch.constant_pad_nd(A, (0, ones), 1.0))
-    return S if ones == 1 else S[..., : features + 1, : features + 1]
-
-
-def _transposed_square(A: Tensor) -> Tensor:
     samples, features = A.shape[-2:]
+    if ones:  # a copy of A takes fewer calls than bordering the product; a GPU likes aligned ones
+        wide_enough = features + 1 if not A.is_cuda else device.round_up(features + 1, tuning.ALIGNED)
+        S = transposed_square(torch.constant_pad_nd(A, (0, wide_enough - features), 1.0))
+        return S if wide_enough == features + 1 else S[..., : features + 1, : features + 1]
     if _symmetry_pays(A, features):
         return _symmetric(A.mT.to(wide(A)))
     if features < SUMMED_IN_PIECES and samples > 2 * LONGEST_SUM and A.device.type == "cpu":
         return _sum_of_squares(cast(A, wide(A)))
     if A.dim() == 3:
-        return multiply(A.mT, A) if len(A) > 1 else _transposed_square(A[0])[None]
+        return multiply(A.mT, A) if len(A) > 1 else transposed_square(A[0])[None]
     if (
         device.use_fp16_products(A)
         and device.tf32_allowed()
