@@ -1,16 +1,19 @@
 """Run every test that needs a GPU and write results/gpu-tests.json: `python tests/gpu_record.py [options of pytest]`.
 
-`--processes N` shares the tests among so many processes. It needs torch, pytest, hypothesis and numpy. The package may be a checkout that is not installed. Where there is no
-git, the commit comes from the environment variable COMMIT.
+`--processes N` shares the tests among so many processes, and `--seconds S` begins no test after so many: the record then
+says how many were not run. It needs torch, pytest, hypothesis and numpy. The package may be a checkout that is not
+installed. Where there is no git, the commit comes from the environment variable COMMIT.
 """
 
 import argparse
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -43,16 +46,24 @@ class Outcomes:
     Args:
         share: runs every `count`-th test, beginning with this one.
         count: how many processes share the tests.
+        seconds: no test begins after so many.
     """
 
-    def __init__(self, share: int = 0, count: int = 1) -> None:
-        self.share, self.count = share, count
+    def __init__(self, share: int = 0, count: int = 1, seconds: float = math.inf) -> None:
+        self.share, self.count, self.until = share, count, time.monotonic() + seconds
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Leave the other tests to other processes."""
         items[:] = items[self.share :: self.count]
+
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        """Leave out what begins too late."""
+        if time.monotonic() < self.until:
+            return None
+        self.counts["not run"] += 1
+        return True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A test counts once; a failure of its fixtures is one of its own."""
@@ -100,7 +111,7 @@ def record(outcomes: Outcomes, arguments: list[str]) -> dict[str, object]:
         "torch": torch.__version__,
         "triton": triton_version(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
-        **{outcome: outcomes.counts[outcome] for outcome in ("passed", "failed", "skipped")},
+        **{outcome: outcomes.counts[outcome] for outcome in ("passed", "failed", "skipped", "not run")},
         "failures": outcomes.failures,
     }
 
@@ -115,34 +126,38 @@ def main(arguments: list[str]) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--share", type=int)
     parser.add_argument("--part", type=Path)
     options, given = parser.parse_known_args(arguments)
     if options.share is not None:
-        return run_share(options.share, options.processes, options.part, given)
-    outcomes, status = run_all(options.processes, given)
+        outcomes = Outcomes(options.share, options.processes, options.seconds)
+        return run_share(outcomes, options.part, given)
+    outcomes, status = run_all(options.processes, options.seconds, given)
     RECORD.write_text(json.dumps(record(outcomes, arguments), indent=1) + "\n")
     return status
 
 
-def run_share(share: int, count: int, part: Path, given: list[str]) -> int:
+def run_share(outcomes: Outcomes, part: Path, given: list[str]) -> int:
     """Run one process's share of the tests, and write down what came of it."""
-    outcomes = Outcomes(share, count)
     quiet = [option for message in TORCH_WARNS for option in ("-W", f"ignore:{message}:UserWarning")]
     status = pytest.main(["-q", "-m", "", *quiet, *TESTS, *given], plugins=[outcomes])
     part.write_text(json.dumps({"counts": outcomes.counts, "failures": outcomes.failures}))
     return int(status)
 
 
-def run_all(count: int, given: list[str]) -> tuple[Outcomes, int]:
-    """Run all tests in so many processes. One that ended without a word counts as a failure."""
+def run_all(count: int, seconds: float, given: list[str]) -> tuple[Outcomes, int]:
+    """Run all tests in so many processes, which share the cores. One that ended without a word counts as a failure."""
     outcomes, status = Outcomes(), 0
+    cores = str(max(1, (os.cpu_count() or 1) // count))
+    environment = {"OMP_NUM_THREADS": cores, **os.environ}
     with tempfile.TemporaryDirectory() as folder:
         parts = [Path(folder) / f"{share}.json" for share in range(count)]
-        options = [
-            ["--processes", str(count), "--share", str(s), "--part", str(p)] for s, p in enumerate(parts)
+        shared = ["--processes", str(count), "--seconds", str(seconds)]
+        options = [[*shared, "--share", str(s), "--part", str(p)] for s, p in enumerate(parts)]
+        running = [
+            subprocess.Popen([sys.executable, __file__, *own, *given], env=environment) for own in options
         ]
-        running = [subprocess.Popen([sys.executable, __file__, *own, *given]) for own in options]
         for share, (process, part) in enumerate(zip(running, parts, strict=True)):
             status = max(status, process.wait())
             if part.exists():

@@ -56,6 +56,14 @@ def test_processes_share_all_tests(tmp_path: Path) -> None:
     assert len(every.failures) == 3
 
 
+def test_what_begins_too_late_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "test_late.py").write_text(EXAMPLE)
+    outcomes = Outcomes(seconds=0.0)
+    options = ["-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
+    pytest.main([*options, "-c", "/dev/null", str(tmp_path)], plugins=[outcomes])
+    assert outcomes.counts == {"not run": 4}
+
+
 def test_the_record_names_commit_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMMIT", "abc")
     outcomes = Outcomes()
