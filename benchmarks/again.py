@@ -3,8 +3,10 @@
     python benchmarks/again.py results/bench/h200-ways-*.json
     python benchmarks/again.py --seconds 540 results/bench/*h200*.json    # begin nothing new after nine minutes
 
-A record is replaced only if its command ends well, so that nothing is lost to one that fails or is stopped. The oldest
-records come first. Needs torch alone; PYTHONPATH=src where proxprop is not installed.
+A record is replaced only if its command ends well, so nothing is lost to one that fails or is stopped. Records of the
+present commit are skipped, so the same command continues where time ran out; the others are measured in the order in
+which they are named. The commit comes from git, or from the environment variable COMMIT where there is no repository.
+Needs torch alone; PYTHONPATH=src where proxprop is not installed.
 """
 
 import argparse
@@ -15,6 +17,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from step import current_commit
 
 ROOT = Path(__file__).parents[1]
 OUTPUT = {"step.py": "--out", "ablation.py": "--out", "deferred.py": "--json", "pieces.py": "--json"}
@@ -27,9 +31,10 @@ def main() -> int:
     )
     parser.add_argument("records", nargs="+", type=Path, help="of results/bench")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing new after so many")
+    parser.add_argument("--anyway", action="store_true", help="measure records of the present commit too")
     options = parser.parse_args()
     start, failed = time.monotonic(), list[Path]()
-    due = sorted(options.records, key=lambda path: path.stat().st_mtime)
+    due = [path for path in options.records if options.anyway or not is_of(current_commit(), path)]
     for number, path in enumerate(due, 1):
         if time.monotonic() - start > options.seconds:
             print(f"time is up: {len(due) - number + 1} records are left as they were")
@@ -39,6 +44,12 @@ def main() -> int:
             print(f"{path}: its command failed, and the record is left as it was", file=sys.stderr)
             failed.append(path)
     return 1 if failed else 0
+
+
+def is_of(commit: str, path: Path) -> bool:
+    """Whether a record was measured at this commit; False where no commit is known."""
+    measured = json.loads(path.read_text()).get("environment", {}).get("commit", "")
+    return bool(commit and measured) and (commit.startswith(measured) or measured.startswith(commit))
 
 
 def measure(path: Path) -> bool:

@@ -286,10 +286,13 @@ def prediction(network: Network, model: nn.Module, device: str) -> float | None:
     return 1 + summary.flops / base if base else None
 
 
-def environment(device: str) -> dict[str, object]:
+def current_commit() -> str:
+    """The commit that is checked out; a copied tree has no repository to ask, or finds another's."""
     asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    # A copied tree has no repository to ask, or finds another's.
-    commit = os.environ.get("COMMIT") or (asked.stdout.strip() if asked.returncode == 0 else "")
+    return os.environ.get("COMMIT") or (asked.stdout.strip() if asked.returncode == 0 else "")
+
+
+def environment(device: str) -> dict[str, object]:
     name = (
         torch.cuda.get_device_name() if device == "cuda" else f"{platform.processor() or platform.machine()}"
     )
@@ -298,7 +301,7 @@ def environment(device: str) -> dict[str, object]:
         "python": platform.python_version(),
         "device": name,
         "threads": torch.get_num_threads(),
-        "commit": commit,
+        "commit": current_commit(),
         "proxprop": proxprop.__version__,
     }
 

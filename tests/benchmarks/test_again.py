@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from again import ROOT, measure, parts
+from again import ROOT, is_of, measure, parts
 
 QUICK = "benchmarks/step.py --device cpu --networks digits-100 --methods cg1 --rounds 1"
 
@@ -39,6 +39,27 @@ def test_a_record_outlives_a_command_that_fails(tmp_path: Path) -> None:
     before = path.read_text()
     assert not measure(path)
     assert path.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("measured", "now", "same"),
+    [("abc123", "abc123def", True), ("abc123def", "abc123", True), ("abc123", "def", False), ("", "abc", False), ("abc", "", False)],
+)  # fmt: skip
+def test_a_record_of_the_present_commit_is_known(tmp_path: Path, measured: str, now: str, same: bool) -> None:
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({"environment": {"commit": measured}}))
+    assert is_of(now, path) is same
+
+
+def test_records_of_the_present_commit_are_skipped_unless_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({"command": "rm -r /", "environment": {"commit": "abc"}}))
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "COMMIT": "abc"}
+    again = [sys.executable, str(ROOT / "benchmarks" / "again.py"), str(path)]
+    assert subprocess.run(again, env=env, check=False).returncode == 0
+    refused = subprocess.run([*again, "--anyway"], env=env, capture_output=True, text=True, check=False)
+    assert refused.returncode
+    assert "its command should be one of" in refused.stderr
 
 
 def test_only_benchmarks_are_run(tmp_path: Path) -> None:
