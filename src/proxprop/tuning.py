@@ -77,11 +77,6 @@ INVERTED_TOGETHER_MOST_BYTES = 2**28
 TURNS_LEAST_FEATURES = 256
 """Fewest features of an average that is inverted in a turn of its own; launches bound smaller ones. Not tuned."""
 
-# Directions of running averages (`deferred/writer.py`)
-
-WRITTEN_ALONE_LEAST_NUMBERS = 2**18
-"""Fewest numbers of a weight whose direction is written by a call of its own, in one pass. Not tuned."""
-
 # Solving on streams beside the backward pass (`side_streams.py`)
 
 STREAMS = 4

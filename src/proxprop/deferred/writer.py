@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from proxprop import tuning
 from proxprop.deferred.collectives import Group, Shards
 from proxprop.deferred.equation import Block, Equation
 from proxprop.deferred.observing import Cluster, Pair, by_group
@@ -44,7 +43,7 @@ from proxprop.transfer import (
     NormTransfer,
 )
 
-TOGETHER_BYTES = 64 * 2**20
+TOGETHER_BYTES = 128 * 2**20
 """Most bytes of gradients that are stacked; a larger layer is turned alone."""
 
 ROWS_ARE_OUTPUTS = (LinearTransfer, ConvTransfer, BilinearTransfer, NormTransfer)
@@ -229,9 +228,6 @@ def _write(ready: Sequence[tuple["Stack", list[Tensor]]]) -> None:
     gradients: list[Tensor] = []
     directions: list[Tensor] = []
     for stack, own in ready:
-        if stack.is_large(own):
-            stack.write(own)
-            continue
         gradients += own
         directions += stack.directions(own)
         if sum([d.nbytes for d in directions]) >= TOGETHER_BYTES:
@@ -266,38 +262,21 @@ class Stack:
             return None
         return [*(gradient.mT for gradient in weights), *biases] if self.transposed else [*weights, *biases]
 
-    def is_large(self, gradients: list[Tensor]) -> bool:
-        """Whether these are large matrices beside biases, whose directions are worth a launch for each."""
-        weight, precise = gradients[0], torch.promote_types(self.P.dtype, torch.float32)
-        large = weight.numel() >= tuning.WRITTEN_ALONE_LEAST_NUMBERS and weight.dtype == precise
-        return large and bool(self.biases) and weight.dim() == 2 and len(self.P) == len(self.weights)
-
-    def write(self, gradients: list[Tensor]) -> None:
-        """Turn gradients into directions in place: what biases add to weights is added on the way there."""
-        weights, biases = gradients[: len(self.weights)], gradients[len(self.weights) :]
-        D, b, own = self._products(weights, biases)
-        assert b is not None
-        for gradient, *terms in zip(weights, D, b, self.wb, strict=True):
-            torch.addcmul(*terms, out=gradient)
-        copy_all(biases, [d.reshape(-1) for d in own.unbind()])
-
     def directions(self, gradients: list[Tensor]) -> list[Tensor]:
         """The directions that gradients are turned into, in the same order."""
         weights, biases = gradients[: len(self.weights)], gradients[len(self.weights) :]
-        D, b, own = self._products(weights, biases)
-        found = [D] if b is None else [D.addcmul_(b, self.wb), own]
-        shapes = [(len(g), *g[0].shape) for g in (weights, biases) if g]
-        return [d for each, shape in zip(found, shapes, strict=True) for d in each.reshape(shape).unbind()]
-
-    def _products(self, weights: list[Tensor], biases: list[Tensor]) -> tuple[Tensor, Tensor | None, Tensor]:
-        """`W P_wwᵀ`, b, and the biases' direction; b is None without biases."""
         with no_autocast(self.P.device.type), float32_products("tf32", self.P):
             W = self._stacked(weights)
-            D = _times(W, self.ww)
-            if not biases:
-                return D, None, D
-            b = self._stacked(biases)
-            return D, b, torch.addcmul(_times(W, self.bw), b, self.bb)
+            if biases:
+                b = self._stacked(biases)
+                found = [
+                    _product(W, self.ww, torch.bmm(b, self.wb.to(b.dtype))),
+                    torch.addcmul(_product(W, self.bw), b, self.bb),
+                ]
+            else:
+                found = [_product(W, self.ww)]
+        shapes = [(len(g), *g[0].shape) for g in (weights, biases) if g]
+        return [d for each, shape in zip(found, shapes, strict=True) for d in each.reshape(shape).unbind()]
 
     def _gradients(self, blocks: Iterable[Block]) -> list[Tensor] | None:
         """The blocks' gradients; None where one is missing, sparse or elsewhere."""
@@ -316,13 +295,15 @@ class Stack:
         return stacked.reshape(len(self.P), self.outputs, -1)
 
 
-def _times(W: Tensor, P: Tensor) -> Tensor:
-    """`WP` for each layer; where inverses are kept in bfloat16, a GPU multiplies that with float32 sums."""
-    if P.dtype == W.dtype:
-        return torch.bmm(W, P)
-    if not P.is_cuda:
-        return torch.bmm(W, P.to(W.dtype))
-    return torch.bmm(W.to(P.dtype), P, out_dtype=W.dtype)
+def _product(W: Tensor, P: Tensor, total: Tensor | None = None) -> Tensor:
+    """`WP` for each layer, added to a total if there is one; a GPU multiplies bfloat16 inverses with float32 sums."""
+    if P.dtype == W.dtype or not P.is_cuda:
+        P = P.to(W.dtype)
+        return torch.bmm(W, P) if total is None else total.baddbmm_(W, P)
+    W = W.to(P.dtype)
+    if total is None:
+        return torch.bmm(W, P, out_dtype=torch.float32)
+    return torch.baddbmm(total, W, P, out_dtype=torch.float32, out=total)
 
 
 def _stackable(equation: Equation) -> bool:
