@@ -27,11 +27,12 @@ from step import command, environment, quartiles, save, set_precision, timed
 from torch import Tensor
 from ways import as_timed, held_memory, memory_of, prepare, take_workspaces
 
+import proxprop
 from proxprop import device, direction, tuning
 from proxprop.kernels.launch import Launches
 from proxprop.lab.models import convnet
 from proxprop.nn import layer
-from proxprop.solvers import cholesky
+from proxprop.solvers import block_inverse, cholesky
 from proxprop.solvers.watching import Calm
 
 HUGE = 2**62
@@ -66,6 +67,7 @@ class Path:
         off: each an object, the name of its attribute, and the value that switches the path off.
         networks: that have a use for it, as have the methods and precisions.
         way: "captured" or "eager" on a GPU, or "cpu".
+        replays: whether solves of eager steps are replayed. With the path and without it these have one CUDA graph.
     """
 
     purpose: str
@@ -74,6 +76,7 @@ class Path:
     methods: tuple[str, ...] = ("cg3", "exact")
     precisions: tuple[str, ...] = ("fp32",)
     way: str = "captured"
+    replays: bool = True
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
@@ -95,6 +98,9 @@ def constant(name: str, value: object) -> tuple[tuple[Any, str, Any], ...]:
 
 BOTH = ("mlp-500", "convnet-500")
 FLOAT32 = ("fp32", "tf32")
+OF_A_GPT: Any = {"networks": ("gpt2-8x1024",), "precisions": ("bf16",), "way": "eager", "replays": False}
+"""Running averages of a GPT-2."""
+
 PATHS = {
     "side-streams": Path(
         "solve beside the backward pass", ((layer, "pays", never),), BOTH, precisions=FLOAT32
@@ -138,6 +144,22 @@ PATHS = {
     "blocks-of-images": Path(
         "save memory: unfold some images at a time",
         constant("PATCHES_MOST_NUMBERS", HUGE), ("resnet18-128",), precisions=("bf16",),
+    ),
+    "symmetric-squares": Path(
+        "form S of 16-bit rows by half of its products",
+        ((device, "use_symmetric_square", never),), **OF_A_GPT, methods=("observed",),
+    ),
+    "averages-in-one-pass": Path(
+        "take an observed step into large averages by one kernel",
+        constant("AVERAGED_LEAST_NUMBERS", HUGE), **OF_A_GPT, methods=("observed",),
+    ),
+    "inverses-by-blocks": Path(
+        "invert large averages in products on tensor cores, not by cuSOLVER",
+        ((block_inverse, "BlockInverse", cholesky.LapackFactorization),), **OF_A_GPT, methods=("renewed",),
+    ),
+    "inverted-together": Path(
+        "invert several averages of one size at a time",
+        constant("INVERTED_TOGETHER_MOST_BYTES", 0), **OF_A_GPT, methods=("renewed",),
     ),
     "eigenbasis": Path(
         "conjugate gradients without products with K",
@@ -241,6 +263,7 @@ def compare(
     for name, kind in (("backprop", "backprop"), ("with", method), ("without", method)):
         with within(name):
             steps[name], memory[name] = built(network, kind, precision, options)
+    proxprop.use_cuda_graphs(path.replays)
     _, ratios = timed(steps, options, within)
     gains = [without / with_it for without, with_it in zip(ratios["without"], ratios["with"], strict=True)]
     low, high = quartiles(gains)

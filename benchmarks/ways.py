@@ -18,11 +18,16 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import proxprop
-from proxprop import CG, Exact, tuning
+from proxprop import CG, Exact, Running, tuning
 from proxprop import device as rules
 from proxprop.replay import held_bytes
 
 SOLVERS = {"cg1": CG(1), "cg3": CG(3), "cg10": CG(10), "exact": Exact()}
+RUNNING = {
+    "observed": Running(update_every=1, invert_every=1000, damping=None),
+    "renewed": Running(update_every=1, invert_every=1),
+}
+"""Running averages in which every step costs the same: it forms S and inverts nothing, or it inverts everything."""
 
 Step = Callable[[], None]
 """Takes one training step: forward, backward and optimizer."""
@@ -86,12 +91,16 @@ def prepare(
     x = x.to(memory_format=network.memory_format) if x.dim() == 4 else x
     if method in SOLVERS:
         proxprop.convert(model, SOLVERS[method], tau_theta=1.0, space=space)
+    elif method in RUNNING:
+        proxprop.convert(model, Exact())
     elif method == "isaac":
         replace_by_isaac(model)
     with torch.no_grad():
         y = network.target(model(x)).to(device)
     name = method if method in ("adam", "muon") else network.optimizer
     optimizers = make_optimizers(model, name, device, way.captured)
+    if method in RUNNING:
+        proxprop.attach(optimizers, model, running=RUNNING[method])
     in_precision = partial(
         torch.autocast, device, torch.bfloat16, enabled=precision == "bf16", cache_enabled=not way.graphed
     )

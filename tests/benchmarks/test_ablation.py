@@ -12,7 +12,7 @@ import torch
 from ablation import KNOWN, PATHS, SMALL
 from step import PRECISIONS
 from torch.profiler import ProfilerActivity, profile
-from ways import SOLVERS, prepare
+from ways import RUNNING, SOLVERS, prepare
 
 from proxprop import tuning
 
@@ -42,7 +42,7 @@ def test_a_path_is_measured_on_what_can_be_made(path) -> None:
     assert cases
     for network, method, precision in cases:
         assert network in KNOWN
-        assert method in SOLVERS
+        assert method in SOLVERS or method in RUNNING
         assert precision in PRECISIONS
 
 
@@ -99,3 +99,15 @@ def test_a_path_of_another_device_is_refused(monkeypatch, tmp_path, capsys) -> N
     with pytest.raises(SystemExit):
         recorded(monkeypatch, tmp_path, "--paths", "side-streams")
     assert "not on cpu: side-streams" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", RUNNING)
+def test_steps_of_running_averages_cost_the_same(method) -> None:
+    options = argparse.Namespace(device="cpu", way="eager")
+    _, step = prepare(KNOWN["digits-100"], method, None, options, "fp32")
+    step()
+    step()
+    first, *others = (operations(step) for _ in range(3))
+    assert others == [first, first]
+    inverts = "aten::cholesky_inverse" in first or "aten::linalg_cholesky_ex" in first
+    assert inverts == (method == "renewed")
