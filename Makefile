@@ -3,8 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Each file's tests stay in one process, which has one thread: processes share the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+# Those that the documents quote, first what has changed most since.
+GPU_RECORDS := $(addprefix results/bench/,running-h200.json h200-ways-gpt.json h200-ways-mlp-fp32.json \
+  h200-ways-resnet.json h200-ways-autoencoder.json ablation.json h200-rotation.json h200-bf16.json h200.json)
+GPU_SECONDS ?= inf
 
-.PHONY: demo test test-all coverage gpu-test check format docs site linkcheck package rehearsal clean
+.PHONY: demo test test-all coverage gpu-test gpu-records check format docs site linkcheck package rehearsal clean
 
 demo: .venv/.lab  ## train BackProp and ProxProp side by side on embedded data; ends in out/compare/report.html
 	$(BIN)/proxprop compare
@@ -20,6 +24,9 @@ coverage: .venv/.dev  ## the lines and branches that `make test` covers; writes 
 
 gpu-test:  ## every test that needs a GPU, in the Python that has torch for it; writes results/gpu-tests.json
 	$(PYTHON) tests/gpu_record.py
+
+gpu-records:  ## measure again what a GPU measured at other commits; GPU_SECONDS=540 begins nothing new after nine minutes
+	PYTHONPATH=src $(PYTHON) benchmarks/again.py --seconds $(GPU_SECONDS) $(GPU_RECORDS)
 
 check: .venv/.dev  ## format, lint, types, and the tests of `make test`; CI runs it and `make site`
 	$(BIN)/ruff format --check .

@@ -1,5 +1,6 @@
 """Records that are measured again by the command they name."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -65,3 +66,17 @@ def test_records_of_the_present_commit_are_skipped_unless_asked_for(tmp_path: Pa
 def test_only_benchmarks_are_run(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"should be one of step\.py, ablation\.py"):
         measure(record(tmp_path / "bad.json", "rm -r /"))
+
+
+def gpu_records() -> list[Path]:
+    told = subprocess.run(
+        ["make", "--dry-run", "gpu-records"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [ROOT / word for word in told.stdout.split() if word.endswith(".json")]
+
+
+@pytest.mark.parametrize("path", gpu_records(), ids=lambda path: path.stem)
+def test_what_a_gpu_measured_names_a_command_that_is_still_understood(path: Path, monkeypatch) -> None:
+    command, _ = parts(json.loads(path.read_text())["command"])
+    monkeypatch.setattr(sys, "argv", command)
+    importlib.import_module(Path(command[0]).stem).parse()
