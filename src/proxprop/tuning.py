@@ -216,7 +216,7 @@ ROTATION_COLUMNS = 16
 """Columns that a program of the rotation kernel takes, one line of memory in each row (h200.json)."""
 
 ROTATION_WHOLE_ROWS = 1024
-"""Most rows for which a program of the rotation kernel holds whole columns (h200.json)."""
+"""Most rows that a program of the rotation kernel reads all at once (h200.json)."""
 
 ROTATION_ROWS = 128
 """Rows that a program of the rotation kernel reads at a time if there are more (h200.json)."""

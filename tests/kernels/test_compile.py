@@ -33,7 +33,7 @@ KERNELS = [
     (cholesky._eliminate, {"FIRST": True, "TILE": 32}, 1),
     (cholesky._eliminate, {"FIRST": False, "TILE": 32}, 1),
     (cholesky._mend, {"SIZE": 512}, 4),
-    *[(kernel, {"ROWS": 128, "COLUMNS": 16}, 8) for kernel in (rotation._rotate, rotation._rotate_whole)],
+    *[(rotation._rotate, {"ROWS": rows, "COLUMNS": 16}, 8) for rows in (128, 1024)],
     (split_bf16._split, {"ORDER": (0, 2, 1), "NUMBERS": 1024}, 4),
     *[(split_fp16._split_row, {"TERMS": terms, "COLUMNS": 512}, 4) for terms in (1, 3)],
     *[(split_fp16._stack, {"BY_ROWS": by_rows, "NUMBERS": 1024}, 4) for by_rows in (True, False)],
