@@ -11,7 +11,7 @@ from torch import Tensor
 from proxprop import device, tuning
 from proxprop.direction import Direction, described, most_precise, planned, prepare, solve
 from proxprop.failures import FailureWarner
-from proxprop.replay import Solved, replays
+from proxprop.replay import Outcome, replays
 from proxprop.settings import Settings
 from proxprop.side_streams import SideSolve
 from proxprop.solvers import SAMPLE, Plan
@@ -111,9 +111,9 @@ class Task:
         if not (self.call.kind.capturable and self.settings.solver.capturable):
             return None
 
-        def solved(given: Sequence[Tensor]) -> Solved:
+        def solved(given: Sequence[Tensor]) -> Outcome:
             direction = self._solve(*self.transfer(given[:-1], given[-1], shapes), unmultiplied=True)
-            return Solved(direction.products, direction.failed)
+            return direction.products, direction.failed
 
         return found.solve((self.call, self.settings, *shapes), solved, [*saved, G])
 
