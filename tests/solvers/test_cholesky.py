@@ -65,8 +65,9 @@ def test_the_solution_is_that_of_float64(factorization, size, outputs, tau_theta
         return
     close = 10 * condition * torch.finfo(dtype).eps
     assert relative_error(found.solve(B).double(), exact(M, B, 1 / tau_theta)) < close
-    identity = torch.eye(size, dtype=dtype)[None]
-    assert relative_error(found.inverse().double(), exact(M, identity, 1 / tau_theta)) < close
+    if isinstance(found, LapackFactorization):
+        identity = torch.eye(size, dtype=dtype)[None]
+        assert relative_error(found.inverse().double(), exact(M, identity, 1 / tau_theta)) < close
 
 
 @FACTORIZATIONS

@@ -139,11 +139,6 @@ class BlockInverse(TriangularFactorization):
         identity = torch.eye(self.size, dtype=X.dtype, device=X.device)
         return torch.where(self.broken.view(-1, 1, 1), identity * instead.view(-1, 1, 1), X)
 
-    def solve(self, B: Tensor) -> Tensor:
-        """Two products."""
-        factor = self.inverse_factor()
-        return factor.mT @ (factor @ B)
-
 
 def _sides(diagonal: Tensor) -> Tensor:
     """Powers of two that scale rows and columns of a matrix to a diagonal between 1/4 and 1."""

@@ -45,21 +45,26 @@ class Factorization(ABC):
     def solve(self, B: Tensor) -> Tensor:
         """`(λI + M)⁻¹B [groups, size, outputs]`, or `B / (λ + trace M)` where the factorisation failed."""
 
-    @abstractmethod
-    def inverse(self) -> Tensor:
-        """`(λI + M)⁻¹ [groups, size, size]`."""
-
     def prepared(self, outputs: int, rotated: bool = False) -> PreparedSolve:
         """The fastest solve for so many outputs; for `rotated` samples it rotates B first."""
         return lambda B: Solution(self.solve(rotate(B) if rotated else B), self.failed)
 
 
 class TriangularFactorization(Factorization):
-    """A factorisation `LLᵀ` that can give L⁻¹."""
+    """A factorisation `LLᵀ` that can give `L⁻¹` and the inverse."""
 
     @abstractmethod
     def inverse_factor(self) -> Tensor:
         """`L⁻¹ [groups, size, size]`. Two products with it are as accurate as two triangular solves."""
+
+    @abstractmethod
+    def inverse(self) -> Tensor:
+        """`(λI + M)⁻¹ [groups, size, size]`."""
+
+    def solve(self, B: Tensor) -> Tensor:
+        """Two products with `L⁻¹`."""
+        factor = self.inverse_factor()
+        return factor.mT @ (factor @ B)
 
 
 def factorize(M: Tensor, damping: float) -> Factorization:
