@@ -49,15 +49,10 @@ class Task:
     side: SideSolve | None = None
 
     def transfer(self, saved: Sequence[Tensor], output: Tensor, shapes: Shapes) -> tuple[Transfer, Tensor]:
-        """The transfer of this call and `output` (or its gradient), in the precision to solve in.
-
-        Nothing is cast if everything is bfloat16 on a GPU and the transfer takes that.
-        """
-        takes_bfloat16 = output.is_cuda and self.call.kind.takes_bfloat16
-        if takes_bfloat16 and {output.dtype, *(tensor.dtype for tensor in saved)} == {torch.bfloat16}:
-            return self.call.transfer(saved, output, shapes), output
-        output = cast(output, device.precision(output, *saved))
-        return self.call.transfer(in_precision(saved, output.dtype), output, shapes), output
+        """The transfer of this call and `output` (or its gradient), in the precision to solve in."""
+        dtype = device.precision(output, *saved)
+        output, *inputs = self.call.in_precision([output, *saved], dtype)
+        return self.call.transfer(inputs, output, shapes), output
 
     def plan(self, inputs: Sequence[Tensor], output: Tensor, parameters: Sequence[Tensor | None]) -> Plan:
         """The plan that backward will follow for this call."""

@@ -164,7 +164,7 @@ class Call:
         """The rows of a linear layer `[samples, features]`, without the column of ones."""
         (input,), dtype = inputs, self.leaves[0].dtype
         if input.dtype != dtype:
-            (input,) = self.system.call.for_sums(inputs, dtype)
+            (input,) = self.system.call.in_precision(inputs, dtype)
         return input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
 
     def transfer(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Transfer:
