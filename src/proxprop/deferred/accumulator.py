@@ -141,7 +141,9 @@ class Call:
         layout, leaf, sampling = self.layout, self.leaves[0], self.sampling
         if type(layout) is LinearTransfer and sampling is None:
             rows = self.rows(inputs)
-            return layout.square(rows, dense=True)[None] if rows.shape[0] else leaf.new_zeros(leaf.shape)
+            return (
+                layout.gram_of_rows(rows, dense=True)[None] if rows.shape[0] else leaf.new_zeros(leaf.shape)
+            )
         transfer = self.transfer(inputs, shape)
         samples, blocks = transfer.sizes.samples, layout if isinstance(layout, BlockLayout) else None
         if DIAGONAL in transfer.spaces:

@@ -133,7 +133,7 @@ def parts_of(samples: int, pairs: int, programs: int) -> int:
 
 
 @on_its_device
-def square(A: Tensor, ones: bool, dense: bool) -> Tensor:
+def transposed_square(A: Tensor, ones: bool, dense: bool) -> Tensor:
     """`AᵀA` in float32 for A `[samples, features]`, as if a column of ones came behind A's if asked for.
 
     Args:

@@ -88,7 +88,7 @@ def factorize_whole(M: Tensor, damping: float) -> TriangularFactorization:
     """
     if backend(M) == "triton":
         return TritonFactorization(M, damping)
-    if device.use_triton(M):
+    if device.use_triton(M) and M.shape[-1] > tuning.CHOLESKY_BLOCK:
         from proxprop.solvers.block_inverse import BlockInverse
 
         return BlockInverse(M, damping)

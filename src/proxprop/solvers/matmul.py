@@ -120,7 +120,7 @@ def transposed_square(A: Tensor, ones: bool = False, dense: bool = False) -> Ten
     if A.is_cuda and device.use_symmetric_square(A):
         from proxprop.kernels import symmetric_square
 
-        S = symmetric_square.square(A if A.dim() == 2 else A[0], ones, dense)
+        S = symmetric_square.transposed_square(A if A.dim() == 2 else A[0], ones, dense)
         return S if A.dim() == 2 else S[None]
     samples, features = A.shape[-2:]
     if ones:  # a copy of A takes fewer calls than bordering the product; a GPU likes aligned ones

@@ -91,7 +91,7 @@ class Affine(Transfer):
 
     def gram(self) -> Tensor:
         """`S = AᵀA`; the ones column adds the border `(Aᵀ1, samples)`."""
-        return self.square(self.rows())
+        return self.gram_of_rows(self.rows())
 
     def sampled_gram(self, index: Tensor) -> Tensor:
         """An unbiased estimate of S from a few rows, `N/rows·Σaaᵀ` over rows drawn without replacement.
@@ -99,7 +99,7 @@ class Affine(Transfer):
         Args:
             index: which of the N samples, each drawn with the same probability.
         """
-        return self.square(self.sampled_rows(index)).mul_(self.sizes.samples / len(index))
+        return self.gram_of_rows(self.sampled_rows(index)).mul_(self.sizes.samples / len(index))
 
     def sampled_rows(self, index: Tensor) -> Tensor:
         """The rows of some samples."""
@@ -140,7 +140,7 @@ class Affine(Transfer):
         """The inverse of `_columns`."""
         return columns.mT.reshape(self.weight_shape)
 
-    def square(self, A: Tensor, dense: bool = False) -> Tensor:
+    def gram_of_rows(self, A: Tensor, dense: bool = False) -> Tensor:
         """`AᵀA` for some of the rows, the ones column included; `dense` is as of `transposed_square`."""
         return transposed_square(A, self.bias, dense)
 
