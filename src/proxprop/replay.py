@@ -264,13 +264,13 @@ def _graph_of(
 
 
 def is_common(address: int, segments: Sequence[dict[str, Any]]) -> bool:
-    """Whether memory at an address is of the pool that all allocations come from, unless a pool of their own is named.
+    """Whether memory at an address belongs to the pool that allocations come from unless they name another.
 
     A capture in memory that `torch.compile(mode="reduce-overhead")` lends to a thread would write to what others own.
 
     Args:
         address: on the GPU.
-        segments: as of `torch.cuda.memory_snapshot`.
+        segments: from `torch.cuda.memory_snapshot`.
     """
     common = (s for s in segments if tuple(s["segment_pool_id"]) == (0, 0))
     return any(s["address"] <= address < s["address"] + s["total_size"] for s in common)

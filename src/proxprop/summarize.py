@@ -161,9 +161,9 @@ def summary(model: nn.Module, example: Any) -> Summary:
     """Show what happens to every module that owns parameters: converted and how, or explicit and why.
 
     The model is run once on the example, in evaluation mode; nothing is solved, and its state, its gradients
-    and the random state are left as they were. A model that is attached shows what a step of deferred mode costs: it
-    forms S of every layer (of some linear layers, their rows are kept) and solves in feature space, wherever immediate
-    mode is cheaper. For convolutions on a CPU that is most of a step.
+    and the random state are left as they were. An attached model shows what a step of deferred mode costs: it forms
+    S of every layer and solves in feature space, even where immediate mode would be cheaper; only some linear
+    layers keep their rows instead. For convolutions on a CPU that is most of a step.
 
     Args:
         model: a model, converted or not.

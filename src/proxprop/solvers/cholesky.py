@@ -1,4 +1,4 @@
-"""Cholesky factorisations of `λI + M`: one class for each backend, one rule for failure, one place that chooses.
+"""Cholesky factorisations of `λI + M`: one class for each backend, and one rule for failure.
 
 A factorisation has failed where a pivot is no larger than the rounding of its diagonal entry, because the rest of the
 factor would be noise. Then `√(λ + trace M)·I` replaces the factor, and the solution is `B / (λ + trace M)`, the
@@ -125,7 +125,7 @@ def least_share(M: Tensor) -> float:
 
 
 def doubtful_share(M: Tensor) -> float:
-    """The share of its diagonal entry up to which a CPU flags a pivot."""
+    """The largest share of its diagonal entry at which a CPU flags a pivot."""
     return float(least_share(M) * DOUBTFUL * max(1.0, DOUBTED_SIZE / max(1, M.shape[-1])) ** 0.5)
 
 

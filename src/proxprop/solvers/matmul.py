@@ -33,12 +33,11 @@ WALK = (0, 2, 0, 1, 1, 0, 0)
 SMALLEST_FIRST = (2, 1, 0)
 """Terms of an operand whose partner is bfloat16 and has one term."""
 
-
 LONGEST_SUM = 256
 """Rows that a CPU sums in one piece, as libraries do for matrices that are not very narrow."""
 
 SUMMED_IN_PIECES = 32
-"""Fewer features than these make libraries sum all rows in one piece."""
+"""Fewest features for which libraries sum rows in pieces; for fewer they sum all rows in one."""
 
 
 def transposed_product(left: Tensor, right: Tensor | None = None, precise: bool = False) -> Tensor:
@@ -110,7 +109,7 @@ def square(A: Tensor) -> Tensor:
 def transposed_square(A: Tensor, ones: bool = False, dense: bool = False) -> Tensor:
     """`AᵀA [groups, features, features]` for A `[groups, samples, features]`; in float32 where A is bfloat16.
 
-    One group may come and go without its dimension, which saves calls.
+    A may lack the dimension of groups, and then S does too, which saves calls.
 
     Args:
         A: the rows.
@@ -233,7 +232,7 @@ def _pieces(operands: list[Tensor]) -> list[tuple[Tensor, ...]]:
 
 
 def multiply(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
-    """`left·right`, with float32 sums of bfloat16 or float16 products; that of matrices can be added to a total."""
+    """`left·right`, in float32 where they have 16 bits; a product of matrices can be added to a total."""
     if _is_one_matrix(left):
         return multiply(left[0], right[0])[None]
     short = left.dtype in (torch.bfloat16, torch.float16)
@@ -282,7 +281,7 @@ def _stacks(left: Tensor, right: Tensor | None = None) -> list[tuple[Tensor, Ten
 
 
 def _in_two(left: Tensor, right: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Operands of two products that share their terms, each of which begins at an aligned row."""
+    """Operands of two products that share their terms; each term begins at an aligned row."""
     rows = device.round_up(len(left), tuning.ALIGNED)
     left, right = _split(left, LEFT_IN_TWO, rows), _split(right, RIGHT_IN_TWO, rows)
     return [(left[:-rows], right[2 * rows :]), (left[rows:], right[: 3 * rows])]

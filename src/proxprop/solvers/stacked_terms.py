@@ -1,10 +1,9 @@
 """Batched products about as accurate as float32's, of matrices that are split once and multiplied many times.
 
-The sum of two float16 numbers, high and low, has all but the last two bits of a float32 number. Three of the four
-products of such terms reach about float32's last bit, the smallest first. A matrix has its terms stacked along the
-dimension that products sum over, as high, low, high, high. The first three of these against the last three of another
-matrix are one product with float32 sums: three times the work, at over ten times the rate. Anywhere but on a GPU with
-Triton, and in float64, a matrix stands for itself.
+A matrix has its float16 terms (`kernels/split_fp16.py`) stacked along the dimension that products sum over, as high,
+low, high, high. The first three of these against the last three of another matrix are one product with float32 sums:
+three times the work, at over ten times the rate. In float64, and anywhere but on a GPU with Triton, a matrix stands for
+itself.
 """
 
 from typing import NamedTuple

@@ -141,7 +141,7 @@ class Affine(Transfer):
         return columns.mT.reshape(self.weight_shape)
 
     def gram_of_rows(self, A: Tensor, dense: bool = False) -> Tensor:
-        """`AᵀA` for some of the rows, the ones column included; `dense` is as of `transposed_square`."""
+        """`AᵀA` of some rows, the ones column included; `dense` as in `transposed_square`."""
         return transposed_square(A, self.bias, dense)
 
     def _border(self, S: Tensor, sums: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ Constant = TypeVar("Constant", bound=Callable[..., Any])
 
 
 def kept(constant: Constant) -> Constant:
-    """Cache a constant by its arguments, of which the last is its device.
+    """Cache a constant by its arguments; the last argument is its device.
 
     A separate thread makes it: while a compiled step is being turned into CUDA graphs, memory that its thread allocates
     on a GPU belongs to those graphs, and torch refuses to share it.

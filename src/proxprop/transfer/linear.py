@@ -74,7 +74,7 @@ class LinearTransfer(Affine):
         return self._weight_product(self.input, given.pop()), bias
 
     def normal_equations(self, G: Tensor) -> tuple[Tensor, Tensor]:
-        """S and `AᵀG`; a CPU multiplies few numbers with one copy of the rows and their ones, which saves calls."""
+        """S and `AᵀG`; a CPU takes both from one copy of rows and ones where there are few numbers: fewer calls."""
         on_cpu = not self.input.is_cuda and not torch.compiler.is_compiling()
         if not (self.bias and on_cpu and self.input.numel() <= tuning.CPU_ROWS_MOST_NUMBERS):
             return super().normal_equations(G)
@@ -83,7 +83,7 @@ class LinearTransfer(Affine):
         return transposed_square(A)[None], (B if self.transposed else B.mT)[None]
 
     def rotated_products(self, U: Tensor) -> Products:
-        """`AᵀU`, whose product for the weight is left for later: it is often far larger than both factors."""
+        """`AᵀU`, with the weight's product left for later because it is often far larger than both factors."""
         if self.coarse:
             return self.rotated_gradient(U)
         factors = [U[0], self._rotated_rows()[0]]
