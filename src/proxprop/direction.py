@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from proxprop.device import is_transformed
+from proxprop.device import is_transformed, precision
 from proxprop.settings import Settings
 from proxprop.solvers import (
     DIAGONAL,
@@ -18,7 +18,7 @@ from proxprop.solvers import (
     ProductSolve,
     choose_plan,
 )
-from proxprop.solvers.matmul import PendingProduct, wide
+from proxprop.solvers.matmul import PendingProduct
 from proxprop.solvers.plan import remembered_plan
 from proxprop.solvers.rotation import always_rotates, mean_dominates
 from proxprop.transfer import LinearTransfer, Parameters, Products, Transfer
@@ -69,7 +69,7 @@ def described(transfer: Transfer, settings: Settings, like: Tensor) -> Plan:
     chosen = planned(transfer, settings)
     groups, samples, features, outputs = transfer.sizes
     size = samples if chosen.space == SAMPLE else features
-    M = like.new_empty((), dtype=wide(like)).expand(groups, size, size)
+    M = like.new_empty((), dtype=precision(like)).expand(groups, size, size)
     found = "closed form" if chosen.space == DIAGONAL else settings.solver.backend(chosen.space, M, outputs)
     if chosen.space == FEATURE:
         found += f", S by {transfer.gram_method().name}"

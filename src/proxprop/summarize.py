@@ -93,18 +93,8 @@ class Summary:
         return sum(row.gram_bytes or 0 for row in self.rows)
 
     def __str__(self) -> str:
-        header = (
-            "layer",
-            "kind",
-            "parameters",
-            "solved in",
-            "extra FLOPs",
-            "extra memory",
-            "S if deferred",
-            "why or how",
-        )
-        lines = [header, *(_cells(row) for row in self.rows)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+        lines = [tuple(COLUMNS.split(", ")), *(_cells(row) for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
         ]
@@ -139,6 +129,10 @@ class Summary:
                 yield f"running averages: S is formed in one step of {update}, and solved with in one of {invert}"
         else:
             yield f"in deferred mode (attach){S}: {other:.3g}, {other / plain:.2f}x"
+
+
+COLUMNS = "layer, kind, parameters, solved in, extra FLOPs, extra memory, S if deferred, why or how"
+"""Titles of the table's columns."""
 
 
 def _flops(plans: Iterable[tuple[Plan, ...]]) -> float:

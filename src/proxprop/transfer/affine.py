@@ -7,7 +7,7 @@ from torch import Tensor
 
 from proxprop import device, tuning
 from proxprop.device import round_up
-from proxprop.solvers.matmul import cast, square, transposed_product, transposed_square, wide
+from proxprop.solvers.matmul import square, transposed_product, transposed_square, widened
 from proxprop.solvers.rotation import rotate
 from proxprop.transfer.transfer import Parameters, Shapes, Transfer
 
@@ -107,7 +107,7 @@ class Affine(Transfer):
 
     def to_samples(self, G: Tensor) -> Tensor:
         """The output's leading dimensions flattened, in the precision to solve in."""
-        return cast(G, wide(G)).reshape(1, -1, G.shape[-1])
+        return widened(G).reshape(1, -1, G.shape[-1])
 
     def from_samples(self, U: Tensor) -> Tensor:
         """Samples with the leading dimensions of the output."""

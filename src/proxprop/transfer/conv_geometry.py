@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxprop.solvers.matmul import wide
+from proxprop.device import precision
 
 MODES = ("constant", "reflect", "replicate", "circular")
 """Ways to fill a border, in the words of `torch.nn.functional.pad`."""
@@ -122,7 +122,7 @@ def seen(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def patch_sums(x: Tensor, axes: list[Axis]) -> Tensor:
     """Column sums of the patches `[groups, channels·taps]` of an input `[batch, groups, channels, *space]`."""
-    total = x.sum(0, dtype=wide(x))
+    total = x.sum(0, dtype=precision(x))
     groups, following = total.shape[0], total.shape[2:].numel()
     for axis in axes:
         following //= axis.size

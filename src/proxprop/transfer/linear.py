@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from proxprop import tuning
+from proxprop.device import precision
 from proxprop.solvers import Sizes
-from proxprop.solvers.matmul import pending_product, transposed_product, transposed_square, wide
+from proxprop.solvers.matmul import pending_product, transposed_product, transposed_square
 from proxprop.transfer.affine import Affine
 from proxprop.transfer.transfer import Parameters, Products, Shapes, nothing
 
@@ -68,7 +69,7 @@ class LinearTransfer(Affine):
     def gradient(self, G: Tensor) -> Parameters:
         """`GᵀX` and the column sums of G. G is freed before the product if the caller does not keep it."""
         G = G.reshape(-1, G.shape[-1])
-        bias = G.sum(0, dtype=wide(G)) if self.bias else None
+        bias = G.sum(0, dtype=precision(G)) if self.bias else None
         given = [G]
         del G
         return self._weight_product(self.input, given.pop()), bias
