@@ -81,32 +81,37 @@ def factorize(M: Tensor, damping: float) -> Factorization:
 
 
 def factorize_whole(M: Tensor, damping: float) -> TriangularFactorization:
-    """Factorise `λI + M` for the sake of `L⁻¹` or the inverse.
+    """Factorise `λI + M` for the sake of `L⁻¹` or the inverse."""
+    match backend(M, whole=True):
+        case "blocks":
+            from proxprop.solvers.block_inverse import BlockInverse
 
-    On a GPU large matrices in float32 go by blocks in eager steps too: LAPACK's way to an inverse takes several times
-    as long, and can't be captured in a CUDA graph.
-    """
-    if backend(M) == "triton":
-        return TritonFactorization(M, damping)
-    if device.use_triton(M) and M.shape[-1] > tuning.CHOLESKY_BLOCK:
-        from proxprop.solvers.block_inverse import BlockInverse
-
-        return BlockInverse(M, damping)
-    return LapackFactorization(M, damping)
+            return BlockInverse(M, damping)
+        case "triton":
+            return TritonFactorization(M, damping)
+        case _:
+            return LapackFactorization(M, damping)
 
 
-def backend(M: Tensor) -> str:
+def backend(M: Tensor, whole: bool = False) -> str:
     """The backend that factorises `λI + M`.
 
     "triton" is for small systems on a GPU, where LAPACK's way waits from column to column. "blocks" is for large
-    systems in a step that is captured in a CUDA graph: blocks take a GPU less time than LAPACK, but a host two to four
-    times as much. Everything else is "lapack" (cuSOLVER on a GPU).
+    systems on a GPU. For a solution it takes the GPU less time than LAPACK but the host two to four times as much, so
+    it is for steps that are captured in a CUDA graph. For an inverse LAPACK takes several times as long, and can't be
+    captured. Everything else is "lapack" (cuSOLVER on a GPU).
+
+    Args:
+        M: as in `factorize`.
+        whole: whether `L⁻¹` or the inverse is wanted.
     """
     if device.use_triton(M) and M.shape[-1] <= tuning.TRITON_CHOLESKY_MOST_ROWS:
         return "triton"
-    if len(M) == 1 and device.has_fast_bfloat16(M) and device.is_captured(M):
-        return "blocks"
-    return "lapack"
+    if whole:
+        by_blocks = device.use_triton(M) and M.shape[-1] > tuning.CHOLESKY_BLOCK
+    else:
+        by_blocks = len(M) == 1 and device.has_fast_bfloat16(M) and device.is_captured(M)
+    return "blocks" if by_blocks else "lapack"
 
 
 def upper_bound(M: Tensor, damping: float) -> Tensor:

@@ -130,7 +130,7 @@ class ConvTransfer(Affine):
         """`conv(X, W) + b`."""
         weight, bias = parameters
         assert weight is not None
-        return torch.convolution(self._widened(), weight, bias, *self._walk()).view(self.output_shape)
+        return torch.convolution(widened(self.batched), weight, bias, *self._walk()).view(self.output_shape)
 
     def gradient(self, G: Tensor) -> Parameters:
         """The convolution's own weight gradient, and G summed over images and positions."""
@@ -194,10 +194,6 @@ class ConvTransfer(Affine):
         magnifies. In float32 it would need a copy of the input, and may round a solution to TF32.
         """
         return self.coarse and self.sizes.groups == 1 and self.sizes.samples > 0
-
-    def _widened(self) -> Tensor:
-        """The input in the precision to solve in."""
-        return widened(self.batched)
 
     def to_samples(self, G: Tensor) -> Tensor:
         """Channels last, one sample for each image and position, split by groups."""
