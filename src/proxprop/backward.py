@@ -68,18 +68,18 @@ class Task:
             direction = self._solve(transfer, G)
             if direction.is_spoilt():
                 direction = self._solve_again(saved, G, shapes, direction)
-            if self.observer is not None:
-                self.observer(transfer, G, direction, self.settings)
             found = direction.parameters, direction.failed
+            if self.observer is not None:
+                self.observer(transfer, G, direction._replace(products=found[0]), self.settings)
         parameters, failed = found
         self.failures.note(self.layer, failed, self.settings.solver.failure)
         return parameters
 
-    def _solve(self, transfer: Transfer, G: Tensor, unmultiplied: bool = False) -> Direction:
+    def _solve(self, transfer: Transfer, G: Tensor) -> Direction:
         ready = self.side.take() if self.side is not None else None
         coarse = transfer.coarse and not torch.compiler.is_compiling()
         with device.coarse_numbers() if coarse else nullcontext():
-            return solve(transfer, G, self.settings, ready, unmultiplied)
+            return solve(transfer, G, self.settings, ready)
 
     def _solve_again(
         self, saved: Sequence[Tensor], G: Tensor, shapes: Shapes, spoilt: Direction
@@ -107,7 +107,7 @@ class Task:
             return None
 
         def solved(given: Sequence[Tensor]) -> Outcome:
-            direction = self._solve(*self.transfer(given[:-1], given[-1], shapes), unmultiplied=True)
+            direction = self._solve(*self.transfer(given[:-1], given[-1], shapes))
             return direction.products, direction.failed
 
         return found.solve((self.call, self.settings, *shapes), solved, [*saved, G])
