@@ -34,8 +34,7 @@ class Task:
         layer: how messages call the layer.
         failures: warns of solves that failed.
         observer: called with each solve; None for nobody.
-        inputs: number of saved tensors.
-        parameters: number of parameters behind them.
+        inputs: number of saved tensors, which come before the parameters.
         side: where to solve beside the backward pass; None solves in line with it.
     """
 
@@ -45,7 +44,6 @@ class Task:
     failures: FailureWarner
     observer: Observer | None
     inputs: int
-    parameters: int
     side: SideSolve | None = None
 
     def transfer(self, saved: Sequence[Tensor], output: Tensor, shapes: Shapes) -> tuple[Transfer, Tensor]:
@@ -131,7 +129,7 @@ class Proximal(torch.autograd.Function):
         """
         ctx.task, ctx.output = task, (output.shape, output.dtype)
         ctx.save_for_backward(*tensors[: task.inputs])
-        parameters = tensors[task.inputs : task.inputs + task.parameters]
+        parameters = tensors[task.inputs :]
         ctx.parameters = [(p.shape, p.dtype) if p is not None else None for p in parameters]
         return output.detach()
 
@@ -151,7 +149,7 @@ class Proximal(torch.autograd.Function):
 
 def trained_shapes(ctx: Any) -> Shapes:
     """The shapes of a node's parameters; None for one that gets no gradient in this backward pass."""
-    trained = ctx.needs_input_grad[2 + ctx.task.inputs :][: ctx.task.parameters]
+    trained = ctx.needs_input_grad[2 + ctx.task.inputs :]
     return [p[0] if t else None for p, t in zip(ctx.parameters, trained, strict=True)]
 
 

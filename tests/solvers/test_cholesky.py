@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cases import relative_error
 from proxprop import Exact, device, tuning
-from proxprop.solvers import FEATURE, ProductSolve, stacked_terms
+from proxprop.solvers import FEATURE, ProductSolve
 from proxprop.solvers.block_cholesky import BlockFactorization
 from proxprop.solvers.block_inverse import BlockInverse
 from proxprop.solvers.cholesky import (
@@ -153,7 +153,7 @@ def test_a_block_is_not_cut_into_blocks_where_its_kernel_is_switched_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(device, "use_triton", lambda M: True)
-    monkeypatch.setattr(stacked_terms, "use_fp16_products", lambda M: False)
+    monkeypatch.setattr(device, "use_fp16_products", lambda M: False)
     monkeypatch.setattr(tuning, "TRITON_CHOLESKY_MOST_ROWS", 0)
     for size, kind in [(32, LapackFactorization), (33, BlockInverse)]:
         M, _ = system(size, 1, groups=2)

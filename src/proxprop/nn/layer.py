@@ -332,7 +332,7 @@ class ProximalLayer(nn.Module):
         beside = self._observer is None and pays(self.spaces, output, parameters)
         task = (CompiledTask if is_opaque else Task)(
             call, self._settings, name, self._failures, self._observer,
-            inputs=len(inputs), parameters=len(parameters),
+            inputs=len(inputs),
             side=side_streams(output.device).side_solve(self._turn) if beside else None,
         )  # fmt: skip
         if self._planned is not None:
