@@ -56,7 +56,7 @@ def transposed_product(left: Tensor, right: Tensor | None = None, precise: bool 
 
 @dataclass(frozen=True)
 class PendingProduct:
-    """A product on a GPU that is yet to be multiplied.
+    """A product that is yet to be multiplied.
 
     Attributes:
         pairs: operands `[m, rows]` and `[rows, n]`; the sum of their products is the result.
