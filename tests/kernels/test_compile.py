@@ -92,7 +92,7 @@ def test_kernels_are_compiled_for_what_they_are_given() -> None:
         rotation.rotate(torch.empty(1, 2000, 8, device=GPU))
         split_bf16.terms(B[0], (0, 2, 1), 40)
         split_fp16.stack(B, 1, 4.0)
-        symmetric.square(torch.empty(8192, 768, device=GPU, dtype=torch.bfloat16), True, True)
+        symmetric.transposed_square(torch.empty(8192, 768, device=GPU, dtype=torch.bfloat16), True, True)
         for features in (M, torch.empty(1, 1100, 1100, device=GPU)):
             feature_cg.feature_cg(features, features[..., :24], 1.0, 3, 3)
         for terms in (1, 3):
