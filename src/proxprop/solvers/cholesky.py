@@ -8,6 +8,7 @@ flags a pivot that is only a little larger, and keeps its factor.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -69,28 +70,22 @@ class TriangularFactorization(Factorization):
 
 def factorize(M: Tensor, damping: float) -> Factorization:
     """Factorise `λI + M` for positive semidefinite M `[groups, size, size]`, which may be overwritten."""
-    match backend(M):
-        case "blocks":
-            from proxprop.solvers.block_cholesky import BlockFactorization
+    chosen = backend(M)
+    if chosen == "blocks":
+        from proxprop.solvers.block_cholesky import BlockFactorization
 
-            return BlockFactorization(M, damping)
-        case "triton":
-            return TritonFactorization(M, damping)
-        case _:
-            return LapackFactorization(M, damping)
+        return BlockFactorization(M, damping)
+    return IN_ONE_PIECE[chosen](M, damping)
 
 
 def factorize_whole(M: Tensor, damping: float) -> TriangularFactorization:
     """Factorise `λI + M` for the sake of `L⁻¹` or the inverse."""
-    match backend(M, whole=True):
-        case "blocks":
-            from proxprop.solvers.block_inverse import BlockInverse
+    chosen = backend(M, whole=True)
+    if chosen == "blocks":
+        from proxprop.solvers.block_inverse import BlockInverse
 
-            return BlockInverse(M, damping)
-        case "triton":
-            return TritonFactorization(M, damping)
-        case _:
-            return LapackFactorization(M, damping)
+        return BlockInverse(M, damping)
+    return IN_ONE_PIECE[chosen](M, damping)
 
 
 def backend(M: Tensor, whole: bool = False) -> str:
@@ -239,3 +234,10 @@ class TritonFactorization(TriangularFactorization):
             wide = rotate(wide[None])[0]
         # The product with the layer's input reads U faster with outputs as rows.
         return lambda B: Solution(transposed_product(B[0], wide).mT[None, : self.size], self.failed)
+
+
+IN_ONE_PIECE: dict[str, Callable[[Tensor, float], TriangularFactorization]] = {
+    "triton": TritonFactorization,
+    "lapack": LapackFactorization,
+}
+"""Factorisations that do not work by blocks, by the names that `backend` gives them."""
