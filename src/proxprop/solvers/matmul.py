@@ -173,7 +173,8 @@ def cast(array: Tensor, dtype: torch.dtype) -> Tensor:
 
 def widened(array: Tensor) -> Tensor:
     """An array in the precision of sums over it."""
-    return cast(array, device.precision(array))
+    dtype = device.precision(array)
+    return array if array.dtype == dtype else array.to(dtype)
 
 
 def _symmetry_pays(A: Tensor, size: int) -> bool:
