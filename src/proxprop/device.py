@@ -159,7 +159,10 @@ def round_up(size: int, unit: int) -> int:
 
 def precision(*tensors: Tensor) -> torch.dtype:
     """The precision to solve in: float64 where anything is, else float32."""
-    return torch.float64 if torch.float64 in [tensor.dtype for tensor in tensors] else torch.float32
+    for tensor in tensors:
+        if tensor.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
 
 
 def no_autocast(device: str) -> Any:

@@ -84,10 +84,10 @@ class CG(Solver):
         self, space: str, M: Tensor, damping: float, outputs: int, rotated: bool = False
     ) -> PreparedSolve:
         """Find the eigenbasis, where that pays."""
-        chosen = self.backend(space, M, outputs)
-        if chosen == "triton" and space == SAMPLE:
+        if space == SAMPLE and self._takes_triton(SAMPLE, M):
             return lambda G: self._triton_samples(M, G, damping, rotated)
-        if chosen == "eigenbasis" and not rotated and (basis := eigenbasis.find(M, space)):
+        pays = self.per_output and not rotated and eigenbasis.pays(M, self.iterations, outputs)
+        if pays and (basis := eigenbasis.find(M, space)):
             return ProductSolve(basis.vectors, lambda B: self._in_eigenbasis(basis, B, damping))
         return super().prepared(space, M, damping, outputs, rotated)
 
