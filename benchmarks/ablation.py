@@ -53,9 +53,10 @@ def ask_triton(self: Launches, kernel: Any, grid: tuple[int, ...], *args: Any, *
     kernel[grid](*args, **constants)
 
 
-def whole(M: Tensor, chosen: Callable[[Tensor], str] = cholesky.backend) -> str:
-    """`cholesky.backend`, but never by blocks."""
-    return "lapack" if chosen(M) == "blocks" else chosen(M)
+def in_one_piece(M: Tensor, whole: bool = False, chosen: Callable[..., str] = cholesky.backend) -> str:
+    """`cholesky.backend`, but no solution by blocks."""
+    found = chosen(M, whole)
+    return "lapack" if found == "blocks" and not whole else found
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ PATHS = {
     ),
     "block-cholesky": Path(
         "factorise large systems by blocks, not by cuSOLVER",
-        ((cholesky, "backend", whole),), ("resnet18-128", "gpt2-block-8x1024"), ("exact",), FLOAT32,
+        ((cholesky, "backend", in_one_piece),), ("resnet18-128", "gpt2-block-8x1024"), ("exact",), FLOAT32,
     ),
     "triton-cholesky": Path(
         "factorise small systems by one kernel",

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from proxprop import replay
-from proxprop.replay import Replay, Solved
+from proxprop.replay import Replay
+from proxprop.transfer import Products
 
 
 @dataclass
@@ -26,20 +27,18 @@ class Recorder:
         if self.broken:
             raise RuntimeError("out of memory")
         held = [torch.full_like(tensor, torch.nan) for tensor in tensors]
-        solved = solve(held)
+        outcome = solve(held)
 
         def run() -> None:
             self.runs += 1
-            for old, new in zip(arrays(solved), arrays(solve(held)), strict=True):
+            for old, new in zip(arrays(*outcome), arrays(*solve(held)), strict=True):
                 old.copy_(new)
             for tensor in held:
                 tensor.fill_(torch.nan)  # the pool is free to use it
 
-        return Replay(run, held, solved)
+        return Replay(run, held, outcome)
 
 
-def arrays(solved: Solved) -> list[Tensor]:
-    found = [
-        t for p in solved.products for t in ([p] if isinstance(p, Tensor) else sum(p.pairs, ()) if p else [])
-    ]
-    return [*found, *([solved.failed] if solved.failed is not None else [])]
+def arrays(products: Products, failed: Tensor | None) -> list[Tensor]:
+    found = [t for p in products for t in ([p] if isinstance(p, Tensor) else sum(p.pairs, ()) if p else [])]
+    return [*found, *([failed] if failed is not None else [])]

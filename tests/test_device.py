@@ -24,7 +24,7 @@ def test_bfloat16_layers_are_solved_in_fewer_terms(dtype: torch.dtype, terms: in
             return super().samples(K, G, damping)
 
     settings = Settings(Looking(), space="sample")
-    task = Task(LayerCall(LinearTransfer), settings, "layer", FailureWarner(), None, inputs=1, parameters=2)
+    task = Task(LayerCall(LinearTransfer), settings, "layer", FailureWarner(), None, inputs=1)
     G = torch.randn(5, 4, dtype=dtype)
     task._solve(
         LinearTransfer([x], G, [torch.Size([4, 3]), None]), G

@@ -11,7 +11,7 @@ from torch import Tensor
 from proxprop import device, tuning
 from proxprop.direction import Direction, described, most_precise, planned, prepare, solve
 from proxprop.failures import FailureWarner
-from proxprop.replay import Solved, replays
+from proxprop.replay import Outcome, replays
 from proxprop.settings import Settings
 from proxprop.side_streams import SideSolve
 from proxprop.solvers import SAMPLE, Plan
@@ -34,8 +34,7 @@ class Task:
         layer: how messages call the layer.
         failures: warns of solves that failed.
         observer: called with each solve; None for nobody.
-        inputs: number of saved tensors.
-        parameters: number of parameters behind them.
+        inputs: number of saved tensors, which come before the parameters.
         side: where to solve beside the backward pass; None solves in line with it.
     """
 
@@ -45,19 +44,13 @@ class Task:
     failures: FailureWarner
     observer: Observer | None
     inputs: int
-    parameters: int
     side: SideSolve | None = None
 
     def transfer(self, saved: Sequence[Tensor], output: Tensor, shapes: Shapes) -> tuple[Transfer, Tensor]:
-        """The transfer of this call and `output` (or its gradient), in the precision to solve in.
-
-        Nothing is cast if everything is bfloat16 on a GPU and the transfer takes that.
-        """
-        takes_bfloat16 = output.is_cuda and self.call.kind.takes_bfloat16
-        if takes_bfloat16 and {output.dtype, *(tensor.dtype for tensor in saved)} == {torch.bfloat16}:
-            return self.call.transfer(saved, output, shapes), output
-        output = cast(output, device.precision(output, *saved))
-        return self.call.transfer(in_precision(saved, output.dtype), output, shapes), output
+        """The transfer of this call and `output` (or its gradient), in the precision to solve in."""
+        dtype = device.precision(output, *saved)
+        output, *inputs = self.call.in_precision([output, *saved], dtype)
+        return self.call.transfer(inputs, output, shapes), output
 
     def plan(self, inputs: Sequence[Tensor], output: Tensor, parameters: Sequence[Tensor | None]) -> Plan:
         """The plan that backward will follow for this call."""
@@ -73,18 +66,18 @@ class Task:
             direction = self._solve(transfer, G)
             if direction.is_spoilt():
                 direction = self._solve_again(saved, G, shapes, direction)
-            if self.observer is not None:
-                self.observer(transfer, G, direction, self.settings)
             found = direction.parameters, direction.failed
+            if self.observer is not None:
+                self.observer(transfer, G, direction._replace(products=found[0]), self.settings)
         parameters, failed = found
         self.failures.note(self.layer, failed, self.settings.solver.failure)
         return parameters
 
-    def _solve(self, transfer: Transfer, G: Tensor, unmultiplied: bool = False) -> Direction:
+    def _solve(self, transfer: Transfer, G: Tensor) -> Direction:
         ready = self.side.take() if self.side is not None else None
         coarse = transfer.coarse and not torch.compiler.is_compiling()
         with device.coarse_numbers() if coarse else nullcontext():
-            return solve(transfer, G, self.settings, ready, unmultiplied)
+            return solve(transfer, G, self.settings, ready)
 
     def _solve_again(
         self, saved: Sequence[Tensor], G: Tensor, shapes: Shapes, spoilt: Direction
@@ -111,9 +104,9 @@ class Task:
         if not (self.call.kind.capturable and self.settings.solver.capturable):
             return None
 
-        def solved(given: Sequence[Tensor]) -> Solved:
-            direction = self._solve(*self.transfer(given[:-1], given[-1], shapes), unmultiplied=True)
-            return Solved(direction.products, direction.failed)
+        def solved(given: Sequence[Tensor]) -> Outcome:
+            direction = self._solve(*self.transfer(given[:-1], given[-1], shapes))
+            return direction.products, direction.failed
 
         return found.solve((self.call, self.settings, *shapes), solved, [*saved, G])
 
@@ -136,7 +129,7 @@ class Proximal(torch.autograd.Function):
         """
         ctx.task, ctx.output = task, (output.shape, output.dtype)
         ctx.save_for_backward(*tensors[: task.inputs])
-        parameters = tensors[task.inputs : task.inputs + task.parameters]
+        parameters = tensors[task.inputs :]
         ctx.parameters = [(p.shape, p.dtype) if p is not None else None for p in parameters]
         return output.detach()
 
@@ -156,7 +149,7 @@ class Proximal(torch.autograd.Function):
 
 def trained_shapes(ctx: Any) -> Shapes:
     """The shapes of a node's parameters; None for one that gets no gradient in this backward pass."""
-    trained = ctx.needs_input_grad[2 + ctx.task.inputs :][: ctx.task.parameters]
+    trained = ctx.needs_input_grad[2 + ctx.task.inputs :]
     return [p[0] if t else None for p, t in zip(ctx.parameters, trained, strict=True)]
 
 

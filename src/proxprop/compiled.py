@@ -127,5 +127,4 @@ def _task(
         failures=FailureWarner(),
         observer=None,
         inputs=1,
-        parameters=2,
     )

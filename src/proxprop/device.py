@@ -68,7 +68,7 @@ def _multiprocessors(index: int) -> int:
 
 
 def multiprocessors(array: Tensor) -> int:
-    """How many programs a GPU runs at a time where each takes a whole multiprocessor."""
+    """Number of multiprocessors, and so of programs at a time where each takes a whole one."""
     return _multiprocessors(array.get_device())
 
 
@@ -78,13 +78,13 @@ def fp16_terms() -> int:
 
 
 def coarse_numbers() -> AbstractContextManager[None]:
-    """Declare that inputs have no more bits than one float16 term, within this context."""
+    """Declare within this context that inputs have no more bits than one float16 term."""
     return _switched_on(_coarse)
 
 
 @contextmanager
 def float32_products(precision: Literal["ieee", "tf32"], like: Tensor) -> Iterator[None]:
-    """Round the factors of float32 products on a GPU to TF32 within this context, or do not, whatever is allowed."""
+    """Within this context a GPU rounds factors of float32 products to TF32, or not, whatever the caller allows."""
     if not like.is_cuda or torch.compiler.is_compiling():
         yield
         return
@@ -118,7 +118,7 @@ def is_captured(tensor: Tensor) -> bool:
 
 
 def as_if_captured() -> AbstractContextManager[None]:
-    """Choose operations as in a CUDA graph within this context, to warm up for a capture."""
+    """Choose operations within this context as in a CUDA graph, to warm up for a capture."""
     return _switched_on(_captured)
 
 
@@ -159,7 +159,10 @@ def round_up(size: int, unit: int) -> int:
 
 def precision(*tensors: Tensor) -> torch.dtype:
     """The precision to solve in: float64 where anything is, else float32."""
-    return torch.float64 if torch.float64 in [tensor.dtype for tensor in tensors] else torch.float32
+    for tensor in tensors:
+        if tensor.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
 
 
 def no_autocast(device: str) -> Any:

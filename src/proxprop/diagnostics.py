@@ -152,22 +152,21 @@ def scalars(source: Source, *, prefix: str = ..., wait: Literal[False]) -> dict[
 def scalars(
     source: Source, *, prefix: str = "proxprop", wait: bool = True
 ) -> dict[str, float] | dict[str, Tensor]:
-    """What there is to plot, as a plain dict of `prefix/layer/quantity` for TensorBoard, Weights & Biases and others.
+    """Numbers to plot in TensorBoard, Weights & Biases and others: a dict with keys `prefix/layer/quantity`.
 
     Of the reports of `observe`, over all solves of a layer: the mean `angle` between direction and gradient in degrees,
     the largest relative `residual`, and the share of solves that `failed`.
 
     Of an attached model, for each running average C of a layer's inputs: c, its `mean_square` over features; the
     `damping` ρc that is added to it; and its `spread`, the root mean square of C's eigenvalues over their mean. A
-    spread of 1 means white inputs, of which a proximal step has nothing to gain; the largest possible is the root of
-    the number of features. There is nothing to tell before the first step. Under several ranks each tells of the layers
-    that it owns.
+    spread of 1 means white inputs, where a proximal step has nothing to gain; the largest possible is the root of the
+    number of features. Before the first step there are no averages. Each of several ranks reports the layers it owns.
 
     Args:
         source: the reports, or the handle.
         prefix: the first part of the names.
-        wait: give floats, for which all values are read from the device at once. False gives tensors without
-            dimensions, and waits for nothing.
+        wait: return floats, all read from the device at once. False returns tensors without dimensions and waits for
+            nothing.
 
     Raises:
         TypeError: the source is neither.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from proxprop.device import is_transformed
+from proxprop.device import is_transformed, precision
 from proxprop.settings import Settings
 from proxprop.solvers import (
     DIAGONAL,
@@ -18,7 +18,7 @@ from proxprop.solvers import (
     ProductSolve,
     choose_plan,
 )
-from proxprop.solvers.matmul import PendingProduct, wide
+from proxprop.solvers.matmul import PendingProduct
 from proxprop.solvers.plan import remembered_plan
 from proxprop.solvers.rotation import always_rotates, mean_dominates
 from proxprop.transfer import LinearTransfer, Parameters, Products, Transfer
@@ -69,7 +69,7 @@ def described(transfer: Transfer, settings: Settings, like: Tensor) -> Plan:
     chosen = planned(transfer, settings)
     groups, samples, features, outputs = transfer.sizes
     size = samples if chosen.space == SAMPLE else features
-    M = like.new_empty((), dtype=wide(like)).expand(groups, size, size)
+    M = like.new_empty((), dtype=precision(like)).expand(groups, size, size)
     found = "closed form" if chosen.space == DIAGONAL else settings.solver.backend(chosen.space, M, outputs)
     if chosen.space == FEATURE:
         found += f", S by {transfer.gram_method().name}"
@@ -113,7 +113,6 @@ def solve(
     G: Tensor,
     settings: Settings,
     prepared: PreparedSamples | None = None,
-    unmultiplied: bool = False,
 ) -> Direction:
     """Solve one layer's system: `D = (λI + AᵀA)⁻¹AᵀG` in the planned space.
 
@@ -122,7 +121,6 @@ def solve(
         G: gradient of the loss at the layer's output, in the output's layout.
         settings: the user's choices.
         prepared: what was prepared for it, in sample space.
-        unmultiplied: whether to leave a large last product for later.
 
     Returns:
         The direction, in the shapes of the layer's parameters.
@@ -137,7 +135,7 @@ def solve(
     found: Products
     if chosen.space == SAMPLE:
         prepared = prepared or prepare(transfer, settings, G)
-        found, failed = _in_sample_space(transfer, G, settings, prepared, unmultiplied)
+        found, failed = _in_sample_space(transfer, G, settings, prepared)
     elif chosen.space == FEATURE:
         found, failed = _in_feature_space(transfer, G, settings)
     else:
@@ -146,14 +144,13 @@ def solve(
 
 
 def _in_sample_space(
-    transfer: Transfer, G: Tensor, settings: Settings, prepared: PreparedSamples, unmultiplied: bool
+    transfer: Transfer, G: Tensor, settings: Settings, prepared: PreparedSamples
 ) -> tuple[Products, Tensor | None]:
     """The direction `AᵀU`, and whether the solve failed."""
     G, factor, ready = transfer.to_samples(G), settings.factor(transfer.sizes.samples), prepared.solve
     if prepared.rotated:
         U, failed = ready(G).times(factor)
-        rows = prepared.transfer
-        return rows.rotated_products(U) if unmultiplied else rows.rotated_gradient(U), failed
+        return prepared.transfer.rotated_gradient(U), failed
     if isinstance(ready, ProductSolve) and isinstance(transfer, LinearTransfer) and transfer.is_narrow():
         right, failed = ready.right(G)
         return transfer.direction(ready.left if factor == 1.0 else ready.left * factor, right), failed

@@ -1,4 +1,4 @@
-"""Whether this process is one of several ranks, what each of them holds, and what immediate mode says to that."""
+"""Several ranks: whether there are any, what each of them holds, and what immediate mode refuses or warns of."""
 
 import math
 import warnings
@@ -57,7 +57,7 @@ def cut_dimension(placement: Any) -> int | None:
 
 
 def whole(tensor: Any) -> Tensor:
-    """A tensor in whole; without its graph where it has to be gathered from the ranks of its mesh."""
+    """The whole of a tensor, gathered from the ranks of its mesh without its graph where it is cut."""
     full: Tensor = tensor.detach().full_tensor() if mesh_of(tensor) is not None else tensor
     return full
 

@@ -27,20 +27,10 @@ from proxprop import device, torch_internals, tuning
 from proxprop.solvers.matmul import PendingProduct
 from proxprop.transfer import Parameters, Products
 
+Outcome = tuple[Products, Tensor | None]
+"""The parts of a solution, some of which may still have to be multiplied, and whether the solve failed."""
 
-class Solved(NamedTuple):
-    """What a solve leaves.
-
-    Attributes:
-        products: of the solution, some of which may still have to be multiplied.
-        failed: as in `Solution`.
-    """
-
-    products: Products
-    failed: Tensor | None
-
-
-Solve = Callable[[Sequence[Tensor]], Solved]
+Solve = Callable[[Sequence[Tensor]], Outcome]
 """From the tensors of a call to what solves it."""
 
 _switched_on = True
@@ -63,12 +53,12 @@ class Replay(NamedTuple):
     Attributes:
         run: solves again, for what is in `tensors`.
         tensors: to copy a call's tensors to.
-        solved: what a run writes to, until the next one.
+        outcome: what a run writes to, until the next one.
     """
 
     run: Callable[[], None]
     tensors: list[Tensor]
-    solved: Solved
+    outcome: Outcome
 
 
 Capture = Callable[[Solve, Sequence[Tensor]], Replay | None]
@@ -115,7 +105,7 @@ class Replays:
             self._follow()
             torch_internals.copy_all(found.tensors, tensors)
             found.run()
-            return copied(found.solved)
+            return copied(*found.outcome)
 
     def _captured(self, question: Hashable, solve: Solve, tensors: Sequence[Tensor]) -> Replay | None:
         """A new replay, which is kept; None where it is not due, or where its capture fails or has failed."""
@@ -161,12 +151,12 @@ def are_small(tensors: Sequence[Tensor]) -> bool:
     return size(tensors) <= tuning.REPLAYED_MOST_BYTES
 
 
-def copied(solved: Solved) -> tuple[Parameters, Tensor | None]:
+def copied(products: Products, failed: Tensor | None) -> tuple[Parameters, Tensor | None]:
     """A solution, multiplied, in memory of its own; the flag is where the next run writes."""
     found: list[Tensor | None] = []
-    for p in solved.products:
+    for p in products:
         found.append(p.multiply() if isinstance(p, PendingProduct) else p.clone() if p is not None else None)
-    return tuple(found), solved.failed
+    return tuple(found), failed
 
 
 def replays(like: Tensor) -> Replays | None:
@@ -226,14 +216,14 @@ class GraphCapture:
         return self._captured(solve, tensors, pool, begin), pool
 
     def _captured(self, solve: Solve, tensors: Sequence[Tensor], pool: Any, begin: int = 0) -> Replay:
-        def run() -> tuple[list[Tensor], Solved]:
+        def run() -> tuple[list[Tensor], Outcome]:
             torch.empty(begin, dtype=torch.uint8, device=self.device)
             inputs = [torch.empty_like(tensor) for tensor in tensors]
             return inputs, solve(inputs)
 
         stream, _ = _capture_stream(self.device, get_ident())
-        graph, (inputs, solved) = _graph_of(run, stream, pool)
-        return Replay(graph.replay, [_borrowed(t) for t in inputs], _borrowed_solution(solved))
+        graph, (inputs, outcome) = _graph_of(run, stream, pool)
+        return Replay(graph.replay, [_borrowed(t) for t in inputs], _borrowed_outcome(*outcome))
 
 
 BEGIN_WITH = 0.45, 0.6, 0.75
@@ -274,27 +264,27 @@ def _graph_of(
 
 
 def is_common(address: int, segments: Sequence[dict[str, Any]]) -> bool:
-    """Whether memory at an address is of the pool that all allocations come from, unless a pool of their own is named.
+    """Whether memory at an address belongs to the pool that allocations come from unless they name another.
 
     A capture in memory that `torch.compile(mode="reduce-overhead")` lends to a thread would write to what others own.
 
     Args:
         address: on the GPU.
-        segments: as of `torch.cuda.memory_snapshot`.
+        segments: from `torch.cuda.memory_snapshot`.
     """
     common = (s for s in segments if tuple(s["segment_pool_id"]) == (0, 0))
     return any(s["address"] <= address < s["address"] + s["total_size"] for s in common)
 
 
-def _borrowed_solution(solved: Solved) -> Solved:
+def _borrowed_outcome(products: Products, failed: Tensor | None) -> Outcome:
     """The same solution, in memory that the pool is free to use for other solves too."""
     found: list[Tensor | PendingProduct | None] = []
-    for p in solved.products:
+    for p in products:
         if isinstance(p, PendingProduct):
             found.append(PendingProduct([(_borrowed(left), _borrowed(right)) for left, right in p.pairs]))
         else:
             found.append(_borrowed(p) if p is not None else None)
-    return Solved(tuple(found), _borrowed(solved.failed) if solved.failed is not None else None)
+    return tuple(found), _borrowed(failed) if failed is not None else None
 
 
 _borrowed = torch_internals.without_owning

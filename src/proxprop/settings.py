@@ -20,7 +20,7 @@ LEAST_TAU_THETA = 1e-30
 class Settings:
     """How a layer takes its proximal step.
 
-    What the fields mean is said in `proxprop.convert`, where they come from.
+    `proxprop.convert` says what the fields mean.
 
     Raises:
         TypeError: solver or tau_theta has the wrong type.

@@ -65,9 +65,9 @@ class SideStreams:
 
 
 @cache
-def side_streams(device: torch.device) -> SideStreams:
+def side_streams(on: torch.device) -> SideStreams:
     """The side streams of a device."""
-    return SideStreams([torch.cuda.Stream(device) for _ in range(tuning.STREAMS)])
+    return SideStreams([torch.cuda.Stream(on) for _ in range(tuning.STREAMS)])
 
 
 class SideSolve:

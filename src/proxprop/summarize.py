@@ -93,18 +93,8 @@ class Summary:
         return sum(row.gram_bytes or 0 for row in self.rows)
 
     def __str__(self) -> str:
-        header = (
-            "layer",
-            "kind",
-            "parameters",
-            "solved in",
-            "extra FLOPs",
-            "extra memory",
-            "S if deferred",
-            "why or how",
-        )
-        lines = [header, *(_cells(row) for row in self.rows)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+        lines = [tuple(COLUMNS.split(", ")), *(_cells(row) for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
         ]
@@ -141,6 +131,10 @@ class Summary:
             yield f"in deferred mode (attach){S}: {other:.3g}, {other / plain:.2f}x"
 
 
+COLUMNS = "layer, kind, parameters, solved in, extra FLOPs, extra memory, S if deferred, why or how"
+"""Titles of the table's columns."""
+
+
 def _flops(plans: Iterable[tuple[Plan, ...]]) -> float:
     return sum(plan.flops for found in plans for plan in found)
 
@@ -161,9 +155,9 @@ def summary(model: nn.Module, example: Any) -> Summary:
     """Show what happens to every module that owns parameters: converted and how, or explicit and why.
 
     The model is run once on the example, in evaluation mode; nothing is solved, and its state, its gradients
-    and the random state are left as they were. A model that is attached shows what a step of deferred mode costs: it
-    forms S of every layer (of some linear layers, their rows are kept) and solves in feature space, wherever immediate
-    mode is cheaper. For convolutions on a CPU that is most of a step.
+    and the random state are left as they were. An attached model shows what a step of deferred mode costs: it forms
+    S of every layer and solves in feature space, even where immediate mode would be cheaper; only some linear
+    layers keep their rows instead. For convolutions on a CPU that is most of a step.
 
     Args:
         model: a model, converted or not.

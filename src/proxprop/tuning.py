@@ -23,7 +23,7 @@ SQUARE_LEAST_FLOPS = 10**10
 """Fewest FLOPs of `AAᵀ` for which a GPU first transposes A (h200.json)."""
 
 FP16_LEAST_SIZE = 1024
-"""Fewest samples and fewest features for which S is formed in float16 where TF32 is allowed (h200.json)."""
+"""Fewest samples, and fewest features, of an S that is formed in float16 where TF32 is allowed (h200.json)."""
 
 CPU_ROWS_MOST_NUMBERS = 2**15
 """Most numbers of a linear layer's input whose S and `AᵀG` a CPU forms from one copy of it. Not tuned."""
@@ -156,13 +156,13 @@ FP16_WIDTH_UNIT = 16
 """Outputs in feature-space CG are padded to a multiple of this number (h200.json)."""
 
 AVERAGED_NUMBERS = 4096
-"""Numbers of a running average that a program takes. Not tuned."""
+"""Numbers of a running average that a program updates. Not tuned."""
 
 AVERAGED_LEAST_NUMBERS = 2**16
-"""Fewest numbers of an average that is scaled and added to in one pass; launches bound smaller ones. Not tuned."""
+"""Fewest numbers of an average that a kernel updates in one pass; launches bound smaller ones. Not tuned."""
 
 SYMMETRIC_SQUARE_LEAST_SIZE = 256
-"""Fewest samples and features of a 16-bit matrix whose S takes half of the FLOPs. Not tuned."""
+"""Fewest samples, and fewest features, of a 16-bit matrix whose S is formed with half of the FLOPs. Not tuned."""
 
 SQUARE_TILE = 128
 """Rows and columns of a tile of S. Not tuned."""
@@ -180,7 +180,7 @@ SQUARE_MOST_PARTS = 16
 """Most parts that the samples are cut into, where S has few tiles. Not tuned."""
 
 SQUARE_PART_ROWS = 700
-"""Samples that take as long as writing a tile and adding it up. Not tuned."""
+"""Samples whose products take as long as writing a tile and adding it up. Not tuned."""
 
 SQUARE_ADDED_ROWS = 32
 """Rows of a tile that a program adds up. Not tuned."""
@@ -216,7 +216,7 @@ ROTATION_COLUMNS = 16
 """Columns that a program of the rotation kernel takes, one line of memory in each row (h200.json)."""
 
 ROTATION_WHOLE_ROWS = 1024
-"""Most rows for which a program of the rotation kernel holds whole columns (h200.json)."""
+"""Most rows that a program of the rotation kernel reads all at once (h200.json)."""
 
 ROTATION_ROWS = 128
 """Rows that a program of the rotation kernel reads at a time if there are more (h200.json)."""

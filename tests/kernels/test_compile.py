@@ -33,7 +33,7 @@ KERNELS = [
     (cholesky._eliminate, {"FIRST": True, "TILE": 32}, 1),
     (cholesky._eliminate, {"FIRST": False, "TILE": 32}, 1),
     (cholesky._mend, {"SIZE": 512}, 4),
-    *[(kernel, {"ROWS": 128, "COLUMNS": 16}, 8) for kernel in (rotation._rotate, rotation._rotate_whole)],
+    *[(rotation._rotate, {"ROWS": rows, "COLUMNS": 16}, 8) for rows in (128, 1024)],
     (split_bf16._split, {"ORDER": (0, 2, 1), "NUMBERS": 1024}, 4),
     *[(split_fp16._split_row, {"TERMS": terms, "COLUMNS": 512}, 4) for terms in (1, 3)],
     *[(split_fp16._stack, {"BY_ROWS": by_rows, "NUMBERS": 1024}, 4) for by_rows in (True, False)],
@@ -92,7 +92,7 @@ def test_kernels_are_compiled_for_what_they_are_given() -> None:
         rotation.rotate(torch.empty(1, 2000, 8, device=GPU))
         split_bf16.terms(B[0], (0, 2, 1), 40)
         split_fp16.stack(B, 1, 4.0)
-        symmetric.square(torch.empty(8192, 768, device=GPU, dtype=torch.bfloat16), True, True)
+        symmetric.transposed_square(torch.empty(8192, 768, device=GPU, dtype=torch.bfloat16), True, True)
         for features in (M, torch.empty(1, 1100, 1100, device=GPU)):
             feature_cg.feature_cg(features, features[..., :24], 1.0, 3, 3)
         for terms in (1, 3):

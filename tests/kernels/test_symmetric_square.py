@@ -40,11 +40,11 @@ def test_a_square_by_tiles_is_the_product(
 ) -> None:
     monkeypatch.setattr(symmetric_square, "multiprocessors", lambda array: programs)
     A = (torch.randn(samples, features, generator=torch.Generator().manual_seed(0)) + 1).half()
-    S, expected = symmetric_square.square(A, ones, dense=True), squared(A, ones)
+    S, expected = symmetric_square.transposed_square(A, ones, dense=True), squared(A, ones)
     assert S.is_contiguous()
     assert S.dtype == torch.float32
     assert relative_error(S.double(), expected) < 1e-6
-    aligned = symmetric_square.square(A, ones, dense=False)
+    aligned = symmetric_square.transposed_square(A, ones, dense=False)
     assert aligned.stride(0) % tuning.ALIGNED == 0
     assert torch.equal(aligned, S)
 
@@ -53,14 +53,17 @@ def test_rows_may_lie_apart_or_across(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symmetric_square, "multiprocessors", lambda array: 1)
     wide = torch.randn(40, 90, generator=torch.Generator().manual_seed(0)).half()
     for A in (wide[:, 3:50], wide.mT):
-        assert relative_error(symmetric_square.square(A, True, True).double(), squared(A, True)) < 1e-6
+        assert (
+            relative_error(symmetric_square.transposed_square(A, True, True).double(), squared(A, True))
+            < 1e-6
+        )
 
 
 def test_what_is_not_finite_reaches_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symmetric_square, "multiprocessors", lambda array: 4)
     A = torch.ones(40, 40).half()
     A[3, 35] = torch.nan
-    broken = symmetric_square.square(A, True, True).isnan()
+    broken = symmetric_square.transposed_square(A, True, True).isnan()
     assert broken[35].all()
     assert broken[:, 35].all()
     assert broken.sum() == 2 * 41 - 1

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cases import relative_error
-from proxprop import Exact, tuning
+from proxprop import Exact, device, tuning
 from proxprop.solvers import FEATURE, ProductSolve
 from proxprop.solvers.block_cholesky import BlockFactorization
+from proxprop.solvers.block_inverse import BlockInverse
 from proxprop.solvers.cholesky import (
     LEAST_PIVOT,
     Factorization,
@@ -20,6 +21,7 @@ from proxprop.solvers.cholesky import (
     backend,
     doubtful_share,
     factorize,
+    factorize_whole,
     least_share,
 )
 
@@ -65,8 +67,9 @@ def test_the_solution_is_that_of_float64(factorization, size, outputs, tau_theta
         return
     close = 10 * condition * torch.finfo(dtype).eps
     assert relative_error(found.solve(B).double(), exact(M, B, 1 / tau_theta)) < close
-    identity = torch.eye(size, dtype=dtype)[None]
-    assert relative_error(found.inverse().double(), exact(M, identity, 1 / tau_theta)) < close
+    if isinstance(found, LapackFactorization):
+        identity = torch.eye(size, dtype=dtype)[None]
+        assert relative_error(found.inverse().double(), exact(M, identity, 1 / tau_theta)) < close
 
 
 @FACTORIZATIONS
@@ -144,6 +147,17 @@ def test_an_inverse_factor_is_one() -> None:
     inverse = LapackFactorization(M.clone(), 0.5).inverse_factor()
     assert relative_error(inverse.mT @ inverse, exact(M, torch.eye(20)[None], 0.5)) < 1e-9
     assert torch.equal(inverse, inverse.tril())
+
+
+def test_a_block_is_not_cut_into_blocks_where_its_kernel_is_switched_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device, "use_triton", lambda M: True)
+    monkeypatch.setattr(device, "use_fp16_products", lambda M: False)
+    monkeypatch.setattr(tuning, "TRITON_CHOLESKY_MOST_ROWS", 0)
+    for size, kind in [(32, LapackFactorization), (33, BlockInverse)]:
+        M, _ = system(size, 1, groups=2)
+        assert type(factorize_whole(M.clone(), 0.5)) is kind
 
 
 def test_a_cpu_takes_lapack() -> None:

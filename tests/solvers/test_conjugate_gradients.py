@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cases import relative_error, textbook_cg
 from proxprop.solvers import FEATURE, SAMPLE
-from proxprop.solvers.conjugate_gradients import Iterate, conjugate_gradients, normalize
+from proxprop.solvers.conjugate_gradients import ConjugateGradients, Iterate, normalize
 from solvers.systems import problem, sizes
 
 PER_OUTPUT, FLAT = (-2,), (-3, -2, -1)
@@ -26,10 +26,10 @@ def loop(
     """Its iterate, with D as the solution in sample space too."""
     damped = A.new_full((1, 1, 1), damping)
     if space == FEATURE:
-        return conjugate_gradients((A.mT @ A).matmul, A.mT @ G, damped, iterations, dims)
+        return ConjugateGradients((A.mT @ A).matmul, A.mT @ G, damped, iterations, dims).solve()
     K = A @ A.mT
     diagonal = K.diagonal(dim1=-2, dim2=-1)[..., None]
-    found = conjugate_gradients(K.matmul, G, damped, iterations, dims, diagonal)
+    found = ConjugateGradients(K.matmul, G, damped, iterations, dims, diagonal).solve()
     return found._replace(solution=A.mT @ found.solution)
 
 
@@ -151,8 +151,8 @@ def test_the_arguments_are_left_alone_and_a_result_can_be_written_in_place(space
     M, before = A @ A.mT, G.clone()
     diagonal = M.diagonal(dim1=-2, dim2=-1)[..., None] if space == SAMPLE else None
     damping, out = G.new_ones(1, 1, 1), torch.empty_like(G)
-    written = conjugate_gradients(M.matmul, G, damping, 4, PER_OUTPUT, diagonal, out)
-    fresh = conjugate_gradients(M.matmul, G, damping, 4, PER_OUTPUT, diagonal)
+    written = ConjugateGradients(M.matmul, G, damping, 4, PER_OUTPUT, diagonal, out).solve()
+    fresh = ConjugateGradients(M.matmul, G, damping, 4, PER_OUTPUT, diagonal).solve()
     assert written.solution is out
     assert torch.equal(out, fresh.solution)
     assert torch.equal(G, before)

@@ -9,7 +9,7 @@ import proxprop
 from calls import torch_calls
 from proxprop import CG
 from proxprop.solvers import FEATURE, SAMPLE, SPACES
-from proxprop.solvers.conjugate_gradients import _Iteration, conjugate_gradients
+from proxprop.solvers.conjugate_gradients import ConjugateGradients
 from proxprop.solvers.watching import Bounds, Watch
 from solvers.krylov import FLOAT32, REGIMES, System, assert_descends, relative, system
 from solvers.systems import problem
@@ -23,10 +23,10 @@ def solved(of: System, space: str, iterations: int, bounded: bool) -> tuple[torc
     M, B = (A @ A.mT, G) if space == SAMPLE else (A.mT @ A, A.mT @ G)
     diagonal = M.diagonal(dim1=-2, dim2=-1)[..., None]
     most = float(diagonal.amax())
-    found = conjugate_gradients(
+    found = ConjugateGradients(
         M.matmul, B, 1 / of.tau_theta, iterations, (-2,), diagonal if space == SAMPLE else None,
         bounds=Bounds(most, most * M.shape[-1]) if bounded else None,
-    )  # fmt: skip
+    ).solve()  # fmt: skip
     value = A.mT @ found.solution if space == SAMPLE else found.solution
     return value[0].double(), found.lost is not None and bool(found.lost.any())
 
@@ -90,6 +90,6 @@ def test_a_solve_keeps_no_arrays_until_the_garbage_collector_runs(space: str, ro
     gc.disable()
     try:
         proxprop.nn.Linear(32, 16, solver=CG(10), space=space)(input).sum().backward()
-        assert not [kept for kept in gc.get_objects() if type(kept) in (_Iteration, Watch)]
+        assert not [kept for kept in gc.get_objects() if type(kept) in (ConjugateGradients, Watch)]
     finally:
         gc.enable()

@@ -141,7 +141,9 @@ class Call:
         layout, leaf, sampling = self.layout, self.leaves[0], self.sampling
         if type(layout) is LinearTransfer and sampling is None:
             rows = self.rows(inputs)
-            return layout.square(rows, dense=True)[None] if rows.shape[0] else leaf.new_zeros(leaf.shape)
+            return (
+                layout.gram_of_rows(rows, dense=True)[None] if rows.shape[0] else leaf.new_zeros(leaf.shape)
+            )
         transfer = self.transfer(inputs, shape)
         samples, blocks = transfer.sizes.samples, layout if isinstance(layout, BlockLayout) else None
         if DIAGONAL in transfer.spaces:
@@ -164,7 +166,7 @@ class Call:
         """The rows of a linear layer `[samples, features]`, without the column of ones."""
         (input,), dtype = inputs, self.leaves[0].dtype
         if input.dtype != dtype:
-            (input,) = self.system.call.for_sums(inputs, dtype)
+            (input,) = self.system.call.in_precision(inputs, dtype)
         return input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
 
     def transfer(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Transfer:

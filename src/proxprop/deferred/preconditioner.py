@@ -9,7 +9,7 @@ from torch import Tensor
 
 from proxprop import tuning
 from proxprop.device import float32_products, round_up
-from proxprop.replay import Solved, replays
+from proxprop.replay import Outcome, replays
 from proxprop.settings import Settings
 from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Exact, Sizes, Solution, Solver
 from proxprop.solvers.cholesky import factorize_whole
@@ -314,9 +314,9 @@ def replayed(
         tensors: what it depends on.
     """
 
-    def solved(given: Sequence[Tensor]) -> Solved:
+    def solved(given: Sequence[Tensor]) -> Outcome:
         value, failed = solve(given)
-        return Solved((value,), failed)
+        return (value,), failed
 
     found = replays(tensors[0])
     made = found.solve(question, solved, list(tensors)) if found is not None else None

@@ -1,4 +1,4 @@
-"""What the callbacks of all libraries share: a model that is wrapped while a trainer runs, and then given back."""
+"""The base of all callbacks: a model is wrapped while a trainer runs, and then given back."""
 
 from collections.abc import Mapping, Sequence
 from typing import Unpack
@@ -51,7 +51,7 @@ class Session:
             self.attached.solve(held for group in optimizer.param_groups for held in group["params"])
 
     def _end(self) -> None:
-        """End what runs, also what an error left behind: detach, and revert what was converted at the start."""
+        """Detach, and revert what was converted at the start; also after an error."""
         if self.attached is not None:
             self.attached.detach()
         if self._converted is not None:

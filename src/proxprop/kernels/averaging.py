@@ -1,6 +1,6 @@
-"""One pass over a running average and what a step has summed: the average is scaled and the sum is added.
+"""Scale a running average and add what a step has summed, in one pass.
 
-As torch operations they are five passes, because a sum that is not finite has to be set to zero before it is added.
+Torch's operations would take five, because a sum that is not finite has to be set to zero before it is added.
 """
 
 import triton

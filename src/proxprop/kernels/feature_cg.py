@@ -29,6 +29,14 @@ from proxprop.kernels.stopping import (
 
 
 @triton.jit
+def _tile(first, column, features, wide, ROWS: tl.constexpr):
+    """Some rows of these columns of an array `[features, wide]`: their numbers, and which entries are where."""
+    row = first + tl.arange(0, ROWS)
+    inside = (row < features)[:, None] & (column < wide)[None, :]
+    return row, inside, row[:, None].to(tl.int64) * wide + column[None, :]
+
+
+@triton.jit
 def _side(DIAGONAL, row, features):
     """The powers of two that these rows of S were divided by."""
     return side_of(tl.load(DIAGONAL + row, mask=row < features, other=1.0))
@@ -45,9 +53,7 @@ def _hand_over(
     in_column = column < wide
     tl.store(UNSCALE + column, unscaled(size), mask=in_column)
     for first in range(0, padded, ROWS):
-        row = first + tl.arange(0, ROWS)
-        at = row[:, None].to(tl.int64) * wide + column[None, :]
-        inside = (row < features)[:, None] & in_column[None, :]
+        row, inside, at = _tile(first, column, features, wide, ROWS)
         search = tl.load(SEARCH + at, mask=inside, other=0.0) * _side(DIAGONAL, row, features)[:, None]
         inside = (row < padded)[:, None] & in_column[None, :]
         store_terms(search / size[None, :], TERMS_OF_SEARCH + at, padded.to(tl.int64) * wide, inside, TERMS)
@@ -75,19 +81,14 @@ def _begin(
     in_column = column < wide
     largest = tl.zeros((COLUMNS,), tl.float32)
     for first in range(0, features, ROWS):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < features)[:, None] & (column < outputs)[None, :]
-        at = row[:, None].to(tl.int64) * outputs + column[None, :]
+        row, inside, at = _tile(first, column, features, outputs, ROWS)
         largest = tl.maximum(largest, tl.max(tl.abs(tl.load(B + at, mask=inside, other=0.0)), axis=0))
     scale = power(largest)
     largest, squared = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
     for first in range(0, features, ROWS):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < features)[:, None] & (column < outputs)[None, :]
-        at = row[:, None].to(tl.int64) * outputs + column[None, :]
+        row, inside, at = _tile(first, column, features, outputs, ROWS)
         search = tl.load(B + at, mask=inside, other=0.0) / scale[None, :]
-        inside = (row < features)[:, None] & in_column[None, :]
-        at = row[:, None].to(tl.int64) * wide + column[None, :]
+        row, inside, at = _tile(first, column, features, wide, ROWS)
         tl.store(SEARCH + at, search, mask=inside)
         tl.store(RESIDUAL + at, search, mask=inside)
         squared += tl.sum(search * search, axis=0)
@@ -197,9 +198,7 @@ def _advance(
 
     curvature = tl.zeros((COLUMNS,), tl.float32)
     for first in range(0, features, ROWS):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < features)[:, None] & in_column[None, :]
-        at = row[:, None].to(tl.int64) * wide + column[None, :]
+        row, inside, at = _tile(first, column, features, wide, ROWS)
         side = _side(DIAGONAL, row, features)
         search = tl.load(SEARCH + at, mask=inside, other=0.0)
         S_search = tl.load(S_SEARCH + at, mask=inside, other=0.0) * unscale[None, :] * side[:, None]
@@ -211,9 +210,7 @@ def _advance(
 
     after, overlap = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
     for first in range(0, features, ROWS):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < features)[:, None] & in_column[None, :]
-        at = row[:, None].to(tl.int64) * wide + column[None, :]
+        row, inside, at = _tile(first, column, features, wide, ROWS)
         search = tl.load(SEARCH + at, mask=inside, other=0.0)
         solution = length[None, :] * search
         if not FIRST:
@@ -239,9 +236,7 @@ def _advance(
         ratio = tl.where(squared == 0, 0.0, after / squared)
         largest = tl.zeros((COLUMNS,), tl.float32)
         for first in range(0, features, ROWS):
-            row = first + tl.arange(0, ROWS)
-            inside = (row < features)[:, None] & in_column[None, :]
-            at = row[:, None].to(tl.int64) * wide + column[None, :]
+            row, inside, at = _tile(first, column, features, wide, ROWS)
             search = tl.load(SEARCH + at, mask=inside, other=0.0)
             residual = tl.load(RESIDUAL + at, mask=inside, other=0.0)
             if FIRST:

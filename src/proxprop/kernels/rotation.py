@@ -21,20 +21,6 @@ def rotated(x, row, samples, root):
 
 
 @triton.jit
-def _rotate_whole(
-    X, OUT, samples, columns, group_stride, stride, root, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Rotate a few short columns, which a program holds whole: they are read once."""
-    group = tl.program_id(1).to(tl.int64)
-    row, column = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < samples)[:, None] & (column < columns)[None, :]
-    at = row[:, None].to(tl.int64) * stride + column[None, :]
-    x = tl.load(X + group * group_stride + at, mask=inside, other=0.0)
-    at = (group * samples + row[:, None]) * columns + column[None, :]
-    tl.store(OUT + at, rotated(x, row, samples, root), mask=inside)
-
-
-@triton.jit
 def _rotate(
     X, OUT, samples, columns, group_stride, stride, root, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -68,11 +54,11 @@ def rotate(X: Tensor) -> Tensor:
     groups, samples, columns = X.shape
     out = torch.empty(X.shape, dtype=X.dtype, device=X.device)
     whole = samples <= tuning.ROTATION_WHOLE_ROWS
+    rows = triton.next_power_of_2(samples) if whole else tuning.ROTATION_ROWS
     launch = launches("rotation.rotate", [X])
     launch(
-        _rotate_whole if whole else _rotate, (triton.cdiv(columns, tuning.ROTATION_COLUMNS), groups),
+        _rotate, (triton.cdiv(columns, tuning.ROTATION_COLUMNS), groups),
         X, out, samples, columns, X.stride(0), X.stride(1), samples**0.5,
-        ROWS=triton.next_power_of_2(samples) if whole else tuning.ROTATION_ROWS, COLUMNS=tuning.ROTATION_COLUMNS,
-        num_warps=8,
+        ROWS=rows, COLUMNS=tuning.ROTATION_COLUMNS, num_warps=8,
     )  # fmt: skip
     return out

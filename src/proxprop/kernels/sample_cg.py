@@ -55,7 +55,7 @@ def _hand_over(rho, side, RHO, TERMS_OF_RHO, UNSCALE, output, sample, padded, ou
 
 @triton.jit
 def _slot(step, TERMS: tl.constexpr):
-    """The place of a step's residual; where the terms of all residuals are kept, only the last two residuals are."""
+    """The place of a step's residual: where the terms of all residuals are kept, only the last two residuals are."""
     return step % 2 if TERMS == 1 else step
 
 

@@ -115,7 +115,7 @@ def _add(
 
 
 def parts_of(samples: int, pairs: int, programs: int) -> int:
-    """Into how many parts the rows are cut: those of the shortest schedule, where one part takes no second kernel.
+    """The number of parts of the rows that takes the least time; a single part needs no second kernel.
 
     Args:
         samples: rows of A.
@@ -124,7 +124,7 @@ def parts_of(samples: int, pairs: int, programs: int) -> int:
     """
 
     def rows(parts: int) -> float:
-        """The rows that a multiprocessor multiplies tiles of, one after the other."""
+        """The time that so many parts take, in rows that a multiprocessor multiplies one after the other."""
         extra = parts * tuning.SQUARE_PART_ROWS * max(pairs / programs, 1 / parts) if parts > 1 else 0.0
         return float(triton.cdiv(pairs * parts, programs) * samples / parts + extra)
 
@@ -133,7 +133,7 @@ def parts_of(samples: int, pairs: int, programs: int) -> int:
 
 
 @on_its_device
-def square(A: Tensor, ones: bool, dense: bool) -> Tensor:
+def transposed_square(A: Tensor, ones: bool, dense: bool) -> Tensor:
     """`AᵀA` in float32 for A `[samples, features]`, as if a column of ones came behind A's if asked for.
 
     Args:

@@ -146,7 +146,7 @@ class ProximalLayer(nn.Module):
         return _derived[mixin, plain]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy a resting layer as one that is awake, and a derived class by what it was made from: it has no name."""
+        """Copy a resting layer awake, and a derived class, which has no name, by what it was made from."""
         kind = self._awake()
         made_of = (kind.mixin, kind.plain) if "mixin" in vars(kind) else (kind, None)
         if made_of == (type(self), None):
@@ -170,7 +170,7 @@ class ProximalLayer(nn.Module):
         return None
 
     def _parts(self) -> dict[str, Part]:
-        """The systems that calls can set up, by the name they give to `_tap`; none without a Gram matrix."""
+        """The systems that calls can set up, by the names that `_tap` is given; none without a Gram matrix."""
         call = self._call()
         if call is None:
             return {}
@@ -228,7 +228,7 @@ class ProximalLayer(nn.Module):
         return torch.is_grad_enabled() and self._attached.observed()
 
     def _trains(self) -> bool:
-        """Whether this call needs a direction or its plan: gradients are enabled and something is trained."""
+        """Whether this call needs a direction or a plan: gradients are enabled and something is trained."""
         if self._is_replica:
             self._refuse_replicas()
         if self._attached is not None and self._attached.explicit():
@@ -278,7 +278,7 @@ class ProximalLayer(nn.Module):
                 _refuse_tensor(self, self._layer_name, tensor)
 
     def _plain_forward(self, *args: Any) -> Tensor:
-        """The plain class's own forward from detached parameters, for which torch's backward computes no gradient."""
+        """The plain class's own forward from detached parameters, so that torch computes no gradient of them."""
         constant = self.plain.__new__(self.plain)
         parameters = {name: p.detach() if p is not None else None for name, p in self._parameters.items()}
         vars(constant).update(vars(self), _parameters=parameters)  # buffers and all else are the layer's own
@@ -332,7 +332,7 @@ class ProximalLayer(nn.Module):
         beside = self._observer is None and pays(self.spaces, output, parameters)
         task = (CompiledTask if is_opaque else Task)(
             call, self._settings, name, self._failures, self._observer,
-            inputs=len(inputs), parameters=len(parameters),
+            inputs=len(inputs),
             side=side_streams(output.device).side_solve(self._turn) if beside else None,
         )  # fmt: skip
         if self._planned is not None:

@@ -60,10 +60,6 @@ class BlockFactorization(Factorization):
         self._sweep(right)
         return torch.where(self.broken, B / divisor(self.bound), right[None, : self.size, :outputs])
 
-    def inverse(self) -> Tensor:
-        """The solution for the identity."""
-        return self.solve(torch.eye(self.size, dtype=self.bound.dtype, device=self.bound.device)[None])
-
     def _sweep(self, right: Tensor) -> None:
         """Replace `right` by `(RᵀR)⁻¹·right`."""
         blocks = right.split(len(self.corners[0]))

@@ -32,7 +32,6 @@ from proxprop.solvers.stacked_terms import (
     by_columns,
     by_rows,
     product,
-    subtract_product,
 )
 
 BLOCK_SCALE = 2.0**14
@@ -83,7 +82,7 @@ class BlockInverse(TriangularFactorization):
         rest = W[:, start:end, start:]
         for j, R in enumerate(self.beside):
             before = (k - 1 - j) * self.rows
-            subtract_product(rest, R.columns(before, before + self.rows).mT, R.columns(before))
+            add_product(rest, R.columns(before, before + self.rows).mT, R.columns(before), sign=-1.0)
         factorization = factorize_whole(rest[..., : self.rows].contiguous(), 0.0)
         corner = factorization.inverse_factor()
         terms = by_columns(corner, INVERSE_SCALE)
@@ -102,7 +101,7 @@ class BlockInverse(TriangularFactorization):
             for j, U in enumerate(done):
                 place = (k - 1 - j) * self.rows
                 R = self.beside[j].columns(place, place + self.rows)
-                subtract_product(above[:, : (j + 1) * self.rows], U, R)
+                add_product(above[:, : (j + 1) * self.rows], U, R, sign=-1.0)
             if k:
                 above.copy_(product(by_columns(above, INVERSE_SCALE), terms.mT))
             column[:, k * self.rows :] = corner.mT
@@ -138,11 +137,6 @@ class BlockInverse(TriangularFactorization):
         """X, or a multiple of the identity where the factorisation failed."""
         identity = torch.eye(self.size, dtype=X.dtype, device=X.device)
         return torch.where(self.broken.view(-1, 1, 1), identity * instead.view(-1, 1, 1), X)
-
-    def solve(self, B: Tensor) -> Tensor:
-        """Two products."""
-        factor = self.inverse_factor()
-        return factor.mT @ (factor @ B)
 
 
 def _sides(diagonal: Tensor) -> Tensor:

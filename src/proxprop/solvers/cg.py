@@ -11,7 +11,7 @@ from torch import Tensor
 
 from proxprop import device, tuning
 from proxprop.solvers import eigenbasis
-from proxprop.solvers.conjugate_gradients import conjugate_gradients
+from proxprop.solvers.conjugate_gradients import ConjugateGradients
 from proxprop.solvers.matmul import times
 from proxprop.solvers.solver import (
     FEATURE,
@@ -86,10 +86,9 @@ class CG(Solver):
         """Find the eigenbasis, where that pays."""
         if space == SAMPLE and self._takes_triton(SAMPLE, M):
             return lambda G: self._triton_samples(M, G, damping, rotated)
-        if self.per_output and not rotated and eigenbasis.pays(M, self.iterations, outputs):
-            basis = eigenbasis.find(M, space)
-            if basis is not None:
-                return ProductSolve(basis.vectors, lambda B: self._in_eigenbasis(basis, B, damping))
+        pays = self.per_output and not rotated and eigenbasis.pays(M, self.iterations, outputs)
+        if pays and (basis := eigenbasis.find(M, space)):
+            return ProductSolve(basis.vectors, lambda B: self._in_eigenbasis(basis, B, damping))
         return super().prepared(space, M, damping, outputs, rotated)
 
     def samples(self, K: Tensor, G: Tensor, damping: float) -> Solution:
@@ -109,7 +108,7 @@ class CG(Solver):
     def matrix_free(self, apply: Callable[[Tensor], Tensor], B: Tensor, damping: float) -> Solution:
         """Return the iterate from products `V -> AᵀAV`."""
         dims = (-2,) if self.per_output else (-3, -2, -1)
-        found = conjugate_gradients(apply, B, damping, self.iterations, dims)
+        found = ConjugateGradients(apply, B, damping, self.iterations, dims).solve()
         return Solution(found.solution, _for_groups(found.stuck))
 
     def _takes_triton(self, space: str, M: Tensor) -> bool:
@@ -140,7 +139,8 @@ class CG(Solver):
         if B.device.type != "cpu" or device.is_transformed(B):
             mantissa, exponent = torch.frexp(diagonal.amax().clamp(min=damping))
             scale = torch.ldexp(torch.ones_like(mantissa), -exponent)
-            value, lost = self._by_columns(M * scale, B, damping * scale, diagonal * scale, space)
+            weights = diagonal * scale if space == SAMPLE else None
+            value, lost = self._iterate(partial(times, M * scale), B, damping * scale, weights)
             return Solution(value * scale, _either(diagonal.isinf().any(-1), lost))
         largest = max(float(diagonal.amax()), damping)
         if largest == math.inf:
@@ -150,26 +150,28 @@ class CG(Solver):
             return Solution(value.masked_fill(there, torch.nan), _either(overflowed, lost))
         unit = 1.0 if SAFE[0] < largest < SAFE[1] else power_of_two(largest, B.dtype)
         W, diagonal = (M, diagonal) if unit == 1.0 else (M / unit, diagonal / unit)
+        weights = diagonal if space == SAMPLE else None
         bounds = Bounds(largest / unit, largest / unit * M.shape[-1])
         if B.is_contiguous() and B.numel() <= tuning.CPU_COLUMNS_MOST_NUMBERS:
-            return self._by_columns(W, B, damping / unit, diagonal, space, bounds).times(1 / unit)
-        row = diagonal.unsqueeze(-2) if space == SAMPLE else None
-        return self._by_rows(lambda V: torch.bmm(V, W), B, damping / unit, row, bounds).times(1 / unit)
+            return self._iterate(partial(times, W), B, damping / unit, weights, bounds).times(1 / unit)
+        rows = self._by_rows(lambda V: torch.bmm(V, W), B, damping / unit, weights, bounds)
+        return rows.times(1 / unit)
 
-    def _by_columns(
+    def _iterate(
         self,
-        W: Tensor,
+        multiply: Callable[[Tensor], Tensor],
         B: Tensor,
         damping: float | Tensor,
-        diagonal: Tensor,
-        space: str,
+        weights: Tensor | None = None,
         bounds: Bounds | None = None,
+        out: Tensor | None = None,
+        column: int = -2,
     ) -> Solution:
-        """Solve for all outputs at once, as columns."""
-        dims = (-2,) if self.per_output else (-3, -2, -1)
-        column = diagonal.unsqueeze(-1) if space == SAMPLE else None
-        multiply = partial(times, W)
-        found = conjugate_gradients(multiply, B, damping, self.iterations, dims, column, bounds=bounds)
+        """Take the steps; `weights` are K's diagonal in sample space, and `column` is the dimension of a column."""
+        dims = (column,) if self.per_output else (-3, -2, -1)
+        diagonal = weights.unsqueeze(-3 - column) if weights is not None else None
+        problem = ConjugateGradients(multiply, B, damping, self.iterations, dims, diagonal, out, bounds)
+        found = problem.solve()
         return Solution(found.solution, _for_groups(found.lost))
 
     def _in_eigenbasis(self, basis: eigenbasis.Basis, B: Tensor, damping: float) -> Solution:
@@ -177,26 +179,24 @@ class CG(Solver):
         largest = max(float(basis.values.amax()), damping)
         unit = power_of_two(largest, B.dtype)
         values = basis.values.unsqueeze(-2) / unit
-        row = basis.noisy.unsqueeze(-2) / unit if basis.noisy is not None else None
-        bounds = Bounds(largest / unit if row is None else float(row.amax()), largest / unit)
-        return self._by_rows(values.mul, B, damping / unit, row, bounds, basis.vectors).times(1 / unit)
+        weights = basis.noisy / unit if basis.noisy is not None else None
+        bounds = Bounds(largest / unit if weights is None else float(weights.amax()), largest / unit)
+        return self._by_rows(values.mul, B, damping / unit, weights, bounds, basis.vectors).times(1 / unit)
 
     def _by_rows(
         self,
         multiply: Callable[[Tensor], Tensor],
         B: Tensor,
         damping: float,
-        diagonal: Tensor | None,
+        weights: Tensor | None,
         bounds: Bounds,
         vectors: Tensor | None = None,
     ) -> Solution:
         """Solve for blocks of outputs as rows; `vectors` are a basis that `multiply` and the solution are in."""
-        dims = (-1,) if self.per_output else (-3, -2, -1)
 
         def solve(columns: Tensor, out: Tensor | None = None) -> Solution:
             rows = columns.mT.contiguous() if vectors is None else columns.mT @ vectors
-            found = conjugate_gradients(multiply, rows, damping, self.iterations, dims, diagonal, out, bounds)
-            return Solution(found.solution, _for_groups(found.lost))
+            return self._iterate(multiply, rows, damping, weights, bounds, out, column=-1)
 
         groups, size, outputs = B.shape
         width = self._width(B)

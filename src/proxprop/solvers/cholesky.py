@@ -1,4 +1,4 @@
-"""Cholesky factorisations of `λI + M`: one class for each backend, one rule for failure, one place that chooses.
+"""Cholesky factorisations of `λI + M`: one class for each backend, and one rule for failure.
 
 A factorisation has failed where a pivot is no larger than the rounding of its diagonal entry, because the rest of the
 factor would be noise. Then `√(λ + trace M)·I` replaces the factor, and the solution is `B / (λ + trace M)`, the
@@ -8,6 +8,7 @@ flags a pivot that is only a little larger, and keeps its factor.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -45,63 +46,67 @@ class Factorization(ABC):
     def solve(self, B: Tensor) -> Tensor:
         """`(λI + M)⁻¹B [groups, size, outputs]`, or `B / (λ + trace M)` where the factorisation failed."""
 
-    @abstractmethod
-    def inverse(self) -> Tensor:
-        """`(λI + M)⁻¹ [groups, size, size]`."""
-
     def prepared(self, outputs: int, rotated: bool = False) -> PreparedSolve:
         """The fastest solve for so many outputs; for `rotated` samples it rotates B first."""
         return lambda B: Solution(self.solve(rotate(B) if rotated else B), self.failed)
 
 
 class TriangularFactorization(Factorization):
-    """A factorisation `LLᵀ` that can give L⁻¹."""
+    """A factorisation `LLᵀ` that can give `L⁻¹` and the inverse."""
 
     @abstractmethod
     def inverse_factor(self) -> Tensor:
         """`L⁻¹ [groups, size, size]`. Two products with it are as accurate as two triangular solves."""
 
+    @abstractmethod
+    def inverse(self) -> Tensor:
+        """`(λI + M)⁻¹ [groups, size, size]`."""
+
+    def solve(self, B: Tensor) -> Tensor:
+        """Two products with `L⁻¹`."""
+        factor = self.inverse_factor()
+        return factor.mT @ (factor @ B)
+
 
 def factorize(M: Tensor, damping: float) -> Factorization:
     """Factorise `λI + M` for positive semidefinite M `[groups, size, size]`, which may be overwritten."""
-    match backend(M):
-        case "blocks":
-            from proxprop.solvers.block_cholesky import BlockFactorization
+    chosen = backend(M)
+    if chosen == "blocks":
+        from proxprop.solvers.block_cholesky import BlockFactorization
 
-            return BlockFactorization(M, damping)
-        case "triton":
-            return TritonFactorization(M, damping)
-        case _:
-            return LapackFactorization(M, damping)
+        return BlockFactorization(M, damping)
+    return IN_ONE_PIECE[chosen](M, damping)
 
 
 def factorize_whole(M: Tensor, damping: float) -> TriangularFactorization:
-    """Factorise `λI + M` for the sake of `L⁻¹` or the inverse.
-
-    On a GPU large matrices in float32 go by blocks in eager steps too: LAPACK's way to an inverse takes several times
-    as long, and can't be captured in a CUDA graph.
-    """
-    if backend(M) == "triton":
-        return TritonFactorization(M, damping)
-    if device.use_triton(M):
+    """Factorise `λI + M` for the sake of `L⁻¹` or the inverse."""
+    chosen = backend(M, whole=True)
+    if chosen == "blocks":
         from proxprop.solvers.block_inverse import BlockInverse
 
         return BlockInverse(M, damping)
-    return LapackFactorization(M, damping)
+    return IN_ONE_PIECE[chosen](M, damping)
 
 
-def backend(M: Tensor) -> str:
+def backend(M: Tensor, whole: bool = False) -> str:
     """The backend that factorises `λI + M`.
 
     "triton" is for small systems on a GPU, where LAPACK's way waits from column to column. "blocks" is for large
-    systems in a step that is captured in a CUDA graph: blocks take a GPU less time than LAPACK, but a host two to four
-    times as much. Everything else is "lapack" (cuSOLVER on a GPU).
+    systems on a GPU. For a solution it takes the GPU less time than LAPACK but the host two to four times as much, so
+    it is for steps that are captured in a CUDA graph. For an inverse LAPACK takes several times as long, and can't be
+    captured. Everything else is "lapack" (cuSOLVER on a GPU).
+
+    Args:
+        M: as in `factorize`.
+        whole: whether `L⁻¹` or the inverse is wanted.
     """
     if device.use_triton(M) and M.shape[-1] <= tuning.TRITON_CHOLESKY_MOST_ROWS:
         return "triton"
-    if len(M) == 1 and device.has_fast_bfloat16(M) and device.is_captured(M):
-        return "blocks"
-    return "lapack"
+    if whole:
+        by_blocks = device.use_triton(M) and M.shape[-1] > tuning.CHOLESKY_BLOCK
+    else:
+        by_blocks = len(M) == 1 and device.has_fast_bfloat16(M) and device.is_captured(M)
+    return "blocks" if by_blocks else "lapack"
 
 
 def upper_bound(M: Tensor, damping: float) -> Tensor:
@@ -120,7 +125,7 @@ def least_share(M: Tensor) -> float:
 
 
 def doubtful_share(M: Tensor) -> float:
-    """The share of its diagonal entry up to which a CPU flags a pivot."""
+    """The largest share of its diagonal entry at which a CPU flags a pivot."""
     return float(least_share(M) * DOUBTFUL * max(1.0, DOUBTED_SIZE / max(1, M.shape[-1])) ** 0.5)
 
 
@@ -229,3 +234,10 @@ class TritonFactorization(TriangularFactorization):
             wide = rotate(wide[None])[0]
         # The product with the layer's input reads U faster with outputs as rows.
         return lambda B: Solution(transposed_product(B[0], wide).mT[None, : self.size], self.failed)
+
+
+IN_ONE_PIECE: dict[str, Callable[[Tensor, float], TriangularFactorization]] = {
+    "triton": TritonFactorization,
+    "lapack": LapackFactorization,
+}
+"""Factorisations that do not work by blocks, by the names that `backend` gives them."""

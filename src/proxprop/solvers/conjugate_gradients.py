@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from proxprop import device
-from proxprop.solvers.watching import FEW, Bounds, Calm, Watch
+from proxprop.solvers.watching import FEW, Bounds, Calm, Start, Watch
 
 
 class Iterate(NamedTuple):
@@ -38,17 +38,10 @@ class Iterate(NamedTuple):
     stuck: Tensor | None = None
 
 
-def conjugate_gradients(
-    multiply: Callable[[Tensor], Tensor],
-    B: Tensor,
-    damping: float | Tensor,
-    iterations: int,
-    dims: tuple[int, ...],
-    diagonal: Tensor | None = None,
-    out: Tensor | None = None,
-    bounds: Bounds | None = None,
-) -> Iterate:
-    """Take up to `iterations` steps on `(λI + W) X = B` from `X = 0`.
+class ConjugateGradients:
+    """Up to `iterations` steps on `(λI + W) X = B` from `X = 0`.
+
+    For a small layer the calls of torch cost more than the arithmetic, so this takes few of them.
 
     Args:
         multiply: the product `V -> WV`, freshly made.
@@ -60,17 +53,6 @@ def conjugate_gradients(
         out: where to write the solution, of B's shape.
         bounds: how large W is, where a CPU knows, to watch for rounding only where it can matter. None in a transform.
     """
-    iteration = _Iteration(multiply, B, damping, iterations, dims, diagonal, out, bounds)
-    for _ in range(1, iterations):
-        iteration.advance()
-    return iteration.end()
-
-
-class _Iteration:
-    """The arrays and the numbers of each column between two steps; arguments as for `conjugate_gradients`.
-
-    For a small layer the calls of torch cost more than the arithmetic, so this takes few of them.
-    """
 
     def __init__(
         self,
@@ -79,14 +61,13 @@ class _Iteration:
         damping: float | Tensor,
         iterations: int,
         dims: tuple[int, ...],
-        diagonal: Tensor | None,
-        out: Tensor | None,
-        bounds: Bounds | None,
+        diagonal: Tensor | None = None,
+        out: Tensor | None = None,
+        bounds: Bounds | None = None,
     ) -> None:
         if not isinstance(damping, Tensor):
             damping = max(damping, torch.finfo(B.dtype).tiny)  # so that 1/λ is finite
-        self.multiply, self.damping, self.iterations = multiply, damping, iterations
-        self.diagonal, self.epsilon = diagonal, device.product_rounding(B)
+        self.multiply, self.damping, self.iterations, self.diagonal = multiply, damping, iterations, diagonal
         self.spare = torch.empty_like(B) if bounds is not None or not device.is_transformed(B) else None
         self.can_look = self.spare is not None and B.device.type == "cpu"
         # A bound method would make a reference cycle with `Watch`, which keeps all arrays until garbage is collected.
@@ -96,9 +77,12 @@ class _Iteration:
         self.W_search = multiply(self.first)
         self.dual_first = self.first if diagonal is None else self.W_search
         self.squared = self._inner(self.first, self.dual_first)
-        self.calm = self._calm(bounds)
-        self.watch = self._watch() if self.calm is None else None
-        orthogonalizes = iterations > FEW if self.calm is not None else iterations > 1
+        epsilon = device.product_rounding(B)
+        self.start = Start(self.first, self.squared, self._inner, damping, epsilon, diagonal)
+        calm = Calm(self.start, bounds) if bounds is not None else None
+        self.calm = calm if calm is not None and calm.holds(self.squared, 0) else None
+        self.watch = Watch(self.start) if self.calm is None else None
+        orthogonalizes = iterations > (FEW if self.calm is not None else 1)
         self.over_first = self._over_first() if orthogonalizes else None
         self.image, self.length = self._measure(None)
         if diagonal is not None and self.watch is not None:
@@ -108,7 +92,13 @@ class _Iteration:
         self.steps: list[tuple[Tensor, Tensor]] = []
         self._count()
 
-    def advance(self) -> None:
+    def solve(self) -> Iterate:
+        """Take all steps."""
+        for _ in range(1, self.iterations):
+            self._advance()
+        return self._end()
+
+    def _advance(self) -> None:
         """Find the next search direction and take the step along it."""
         # The first residual is needed to the end. All else is written over, unless a transform keeps track of it.
         residual, search = (
@@ -130,7 +120,7 @@ class _Iteration:
         self.solution.addcmul_(self.length, self.search)
         self._count()
 
-    def end(self) -> Iterate:
+    def _end(self) -> Iterate:
         """The solution, replaced by its first step where rounding turned it uphill or made it overflow."""
         if self.watch is None:
             return Iterate(self.solution.mul_(self.scale))
@@ -145,20 +135,9 @@ class _Iteration:
             lost = None
         return Iterate(self.solution.mul_(self.scale), lost, stuck)
 
-    def _calm(self, bounds: Bounds | None) -> Calm | None:
-        """Decides when columns have to be watched; None where they are watched from the beginning."""
-        if bounds is None or isinstance(self.damping, Tensor):
-            return None
-        sample = self.diagonal is not None
-        calm = Calm(self.first, self.squared, self._inner, self.damping, bounds, self.epsilon, sample)
-        return calm if calm.holds(self.squared, 0) else None
-
-    def _watch(self) -> Watch:
-        return Watch(self.first, self.squared, self._inner, self.damping, self.epsilon, self.diagonal)
-
     def _over_first(self) -> Tensor:
         """Factor for inner products with the first residual, to orthogonalise."""
-        return self.squared.reciprocal().nan_to_num_(torch.nan, 0.0)
+        return self.start.squared.reciprocal().nan_to_num_(torch.nan, 0.0)
 
     def _orthogonalize(self, over_first: Tensor, dual: Tensor | None = None) -> None:
         """Make the residual, and its product with K if there is one, orthogonal to the first."""
@@ -191,8 +170,7 @@ class _Iteration:
 
     def _begin_to_watch(self, dual: Tensor, squared: Tensor) -> Tensor:
         """Catch up on all steps so far, and return the square of the residual, now orthogonal to the first one."""
-        self.squared = self.steps[0][1]
-        self.watch = self._watch()
+        self.watch = Watch(self.start)
         for step in self.steps:
             self.watch.took(*step)
         if self.over_first is not None:

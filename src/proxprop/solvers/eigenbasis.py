@@ -22,7 +22,7 @@ class Basis(NamedTuple):
     Attributes:
         values: `[groups, size]`; zero where rounding could have made them.
         vectors: `[groups, size, size]`, as columns.
-        noisy: in sample space the eigenvalues by which rounding of K counts, `[groups, size]`; None in feature space.
+        noisy: in sample space the eigenvalues that weigh rounding of K, `[groups, size]`; None in feature space.
     """
 
     values: Tensor

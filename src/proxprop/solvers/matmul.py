@@ -33,12 +33,11 @@ WALK = (0, 2, 0, 1, 1, 0, 0)
 SMALLEST_FIRST = (2, 1, 0)
 """Terms of an operand whose partner is bfloat16 and has one term."""
 
-
 LONGEST_SUM = 256
 """Rows that a CPU sums in one piece, as libraries do for matrices that are not very narrow."""
 
 SUMMED_IN_PIECES = 32
-"""Fewer features than these make libraries sum all rows in one piece."""
+"""Fewest features for which libraries sum rows in pieces; for fewer they sum all rows in one."""
 
 
 def transposed_product(left: Tensor, right: Tensor | None = None, precise: bool = False) -> Tensor:
@@ -57,7 +56,7 @@ def transposed_product(left: Tensor, right: Tensor | None = None, precise: bool 
 
 @dataclass(frozen=True)
 class PendingProduct:
-    """A product on a GPU that is yet to be multiplied.
+    """A product that is yet to be multiplied.
 
     Attributes:
         pairs: operands `[m, rows]` and `[rows, n]`; the sum of their products is the result.
@@ -67,12 +66,10 @@ class PendingProduct:
 
     def multiply(self) -> Tensor:
         """The product `[m, n]`, in memory of its own."""
-        (left, right), *others = self.pairs
-        if left.dtype != torch.bfloat16:
-            return torch.mm(left, right)
-        total = torch.mm(left, right, out_dtype=torch.float32)
-        for left, right in others:
-            torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        total: Tensor | None = None
+        for left, right in self.pairs:
+            total = multiply(left, right, total)
+        assert total is not None
         return total
 
 
@@ -80,7 +77,7 @@ def pending_product(left: Tensor, right: Tensor) -> PendingProduct:
     """Prepare `transposed_product` for later: operands are split into terms now."""
     flops = 2.0 * left.numel() * right.shape[1]
     if torch.bfloat16 in (left.dtype, right.dtype) or not _terms_pay(left, right, flops, precise=False):
-        return PendingProduct([(left.to(wide(left)).mT, right.to(wide(right)))])
+        return PendingProduct([(widened(left).mT, widened(right))])
     return PendingProduct([(a.mT, b) for piece in _pieces([left, right]) for a, b in _stacks(*piece)])
 
 
@@ -100,7 +97,7 @@ def _is_one_matrix(array: Tensor) -> bool:
 def square(A: Tensor) -> Tensor:
     """`AAᵀ [groups, samples, samples]` for A `[groups, samples, features]`; in float32 where A is bfloat16."""
     if _symmetry_pays(A, A.shape[-2]):
-        return _symmetric(A.to(wide(A)))
+        return _symmetric(widened(A))
     large = 2.0 * A.numel() * A.shape[1] > tuning.SQUARE_LEAST_FLOPS
     if A.is_cuda and len(A) == 1 and large and A.dtype != torch.bfloat16:
         return transposed_product(A[0].mT.contiguous())[None]
@@ -110,7 +107,7 @@ def square(A: Tensor) -> Tensor:
 def transposed_square(A: Tensor, ones: bool = False, dense: bool = False) -> Tensor:
     """`AᵀA [groups, features, features]` for A `[groups, samples, features]`; in float32 where A is bfloat16.
 
-    One group may come and go without its dimension, which saves calls.
+    A may lack the dimension of groups, and then S does too, which saves calls.
 
     Args:
         A: the rows.
@@ -120,7 +117,7 @@ def transposed_square(A: Tensor, ones: bool = False, dense: bool = False) -> Ten
     if A.is_cuda and device.use_symmetric_square(A):
         from proxprop.kernels import symmetric_square
 
-        S = symmetric_square.square(A if A.dim() == 2 else A[0], ones, dense)
+        S = symmetric_square.transposed_square(A if A.dim() == 2 else A[0], ones, dense)
         return S if A.dim() == 2 else S[None]
     samples, features = A.shape[-2:]
     if ones:  # a copy of A takes fewer calls than bordering the product; a GPU likes aligned ones
@@ -128,9 +125,9 @@ def transposed_square(A: Tensor, ones: bool = False, dense: bool = False) -> Ten
         S = transposed_square(torch.constant_pad_nd(A, (0, wide_enough - features), 1.0))
         return S if wide_enough == features + 1 else S[..., : features + 1, : features + 1]
     if _symmetry_pays(A, features):
-        return _symmetric(A.mT.to(wide(A)))
+        return _symmetric(widened(A.mT))
     if features < SUMMED_IN_PIECES and samples > 2 * LONGEST_SUM and A.device.type == "cpu":
-        return _sum_of_squares(cast(A, wide(A)))
+        return _sum_of_squares(widened(A))
     if A.dim() == 3:
         return multiply(A.mT, A) if len(A) > 1 else transposed_square(A[0])[None]
     if (
@@ -141,7 +138,7 @@ def transposed_square(A: Tensor, ones: bool = False, dense: bool = False) -> Ten
         return square_in_float16(A)
     if _terms_pay(A, A, 2.0 * samples * features * features, False):
         return transposed_product(A)
-    A = cast(A, wide(A))
+    A = widened(A)
     return multiply(A.mT, A)
 
 
@@ -169,13 +166,14 @@ def square_in_float16(A: Tensor) -> Tensor:
     return transposed_square(scaled).mul_(torch.exp2(2 * exponent))
 
 
-def wide(array: Tensor) -> torch.dtype:
-    """The precision of sums over an array: float64 for float64, else float32."""
-    return torch.float64 if array.dtype == torch.float64 else torch.float32
-
-
 def cast(array: Tensor, dtype: torch.dtype) -> Tensor:
     """An array in this precision. If it already has it, torch is not called."""
+    return array if array.dtype == dtype else array.to(dtype)
+
+
+def widened(array: Tensor) -> Tensor:
+    """An array in the precision of sums over it."""
+    dtype = device.precision(array)
     return array if array.dtype == dtype else array.to(dtype)
 
 
@@ -212,7 +210,7 @@ def in_terms(product: Product, operands: list[Tensor], flops: float, precise: bo
         precise: whether TF32 is not enough, even where the caller allows it.
     """
     if not _terms_pay(operands[0], operands[-1], flops, precise):
-        operands = [cast(operand, wide(operands[0])) for operand in operands]
+        operands = [cast(operand, device.precision(operands[0])) for operand in operands]
         return product(operands[0], operands[-1], None)
     if all(operand.dtype == torch.bfloat16 for operand in operands):
         return product(operands[0], operands[-1], None)
@@ -233,7 +231,7 @@ def _pieces(operands: list[Tensor]) -> list[tuple[Tensor, ...]]:
 
 
 def multiply(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
-    """`left·right`, with float32 sums of bfloat16 or float16 products; that of matrices can be added to a total."""
+    """`left·right`, in float32 where they have 16 bits; a product of matrices can be added to a total."""
     if _is_one_matrix(left):
         return multiply(left[0], right[0])[None]
     short = left.dtype in (torch.bfloat16, torch.float16)
@@ -282,7 +280,7 @@ def _stacks(left: Tensor, right: Tensor | None = None) -> list[tuple[Tensor, Ten
 
 
 def _in_two(left: Tensor, right: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Operands of two products that share their terms, each of which begins at an aligned row."""
+    """Operands of two products that share their terms; each term begins at an aligned row."""
     rows = device.round_up(len(left), tuning.ALIGNED)
     left, right = _split(left, LEFT_IN_TWO, rows), _split(right, RIGHT_IN_TWO, rows)
     return [(left[:-rows], right[2 * rows :]), (left[rows:], right[: 3 * rows])]

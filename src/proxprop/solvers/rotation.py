@@ -11,7 +11,7 @@ from torch import Tensor
 from proxprop import device
 
 LEAST_REST = 0.05
-"""Smallest share of K's trace beside the mean for which K is accurate enough without rotation."""
+"""Smallest share of K's trace beside the mean's; with less, K is not accurate enough without rotation."""
 
 
 def rotate(X: Tensor) -> Tensor:

@@ -33,9 +33,9 @@ class Sizes(NamedTuple):
 class Solution(NamedTuple):
     """The result of a solve.
 
-    `value` solves the system. `failed` is None where nothing can have failed, else booleans, at most one per group,
-    that are true where `value` is a safe substitute or may have lost much to rounding. It stays on the device, so
-    that looking at it is the caller's choice.
+    `value` solves the system. `failed` is None where nothing can fail. Else it has at most one boolean per group, true
+    where `value` is a safe substitute or may have lost much to rounding. It stays on the device: the caller decides
+    whether to wait for it.
     """
 
     value: Tensor
@@ -100,7 +100,7 @@ class Solver(ABC):
             M: K or S.
             damping: λ.
             outputs: columns of the right-hand side.
-            rotated: whether K is of rotated samples (`rotation`), as U is to be; G comes as it is.
+            rotated: whether K is of rotated samples (see `rotation`). The solve then rotates G, and U is rotated.
         """
         method = self.samples if space == SAMPLE else self.features
         return lambda right: method(M, rotate(right) if rotated else right, damping)

@@ -1,10 +1,9 @@
 """Batched products about as accurate as float32's, of matrices that are split once and multiplied many times.
 
-The sum of two float16 numbers, high and low, has all but the last two bits of a float32 number. Three of the four
-products of such terms reach about float32's last bit, the smallest first. A matrix has its terms stacked along the
-dimension that products sum over, as high, low, high, high. The first three of these against the last three of another
-matrix are one product with float32 sums: three times the work, at over ten times the rate. Anywhere but on a GPU with
-Triton, and in float64, a matrix stands for itself.
+A matrix has its float16 terms (`kernels/split_fp16.py`) stacked along the dimension that products sum over, as high,
+low, high, high. The first three of these against the last three of another matrix are one product with float32 sums:
+three times the work, at over ten times the rate. In float64, and anywhere but on a GPU with Triton, a matrix stands for
+itself.
 """
 
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from proxprop.device import use_fp16_products
+from proxprop import device
 
 
 class Stack(NamedTuple):
@@ -49,33 +48,23 @@ def by_columns(X: Tensor, scale: float) -> Stack:
 
 def product(left: Stack, right: Stack) -> Tensor:
     """`left·right`, of a matrix stacked by columns and one stacked by rows."""
-    total = left.first.new_empty(
-        len(left.first), left.first.shape[1], right.last.shape[2], dtype=_sum_dtype(left)
-    )
+    groups, rows, columns = len(left.first), left.first.shape[1], right.last.shape[2]
+    total = left.first.new_empty(groups, rows, columns, dtype=device.precision(left.first))
     return _add(total, left, right, 0, 1.0)
 
 
-def add_product(total: Tensor, left: Stack, right: Stack) -> None:
-    """Add `left·right` to a total, in place."""
-    _add(total, left, right, 1, 1.0)
-
-
-def subtract_product(total: Tensor, left: Stack, right: Stack) -> None:
-    """Subtract `left·right` from a total, in place."""
-    _add(total, left, right, 1, -1.0)
+def add_product(total: Tensor, left: Stack, right: Stack, sign: float = 1.0) -> None:
+    """Add `left·right` to a total, in place, or subtract it."""
+    _add(total, left, right, 1, sign)
 
 
 def _stacked(X: Tensor, dim: int, scale: float) -> Stack:
-    if not use_fp16_products(X):
+    if not device.use_fp16_products(X):
         return Stack(X, X, 1.0)
     from proxprop.kernels import split_fp16
 
     terms, size = split_fp16.stack(X, dim, scale), X.shape[dim]
     return Stack(terms.narrow(dim, 0, 3 * size), terms.narrow(dim, size, 3 * size), scale)
-
-
-def _sum_dtype(factor: Stack) -> torch.dtype:
-    return torch.float32 if factor.first.dtype == torch.float16 else factor.first.dtype
 
 
 def _add(total: Tensor, left: Stack, right: Stack, beta: int, alpha: float) -> Tensor:

@@ -55,6 +55,26 @@ class Bounds(NamedTuple):
     norm: float
 
 
+class Start(NamedTuple):
+    """Where an iteration starts, and what tells rounding there.
+
+    Attributes:
+        residual: the first one; in sample space its coefficients.
+        squared: its square.
+        inner: inner product of arrays.
+        damping: λ.
+        epsilon: ε of a product.
+        diagonal: in sample space K's diagonal.
+    """
+
+    residual: Tensor
+    squared: Tensor
+    inner: Inner
+    damping: float | Tensor
+    epsilon: float
+    diagonal: Tensor | None
+
+
 class Calm:
     """Tells whether every residual is so large that rounding can't matter.
 
@@ -68,31 +88,18 @@ class Calm:
       step. Few steps are too few for it.
 
     Args:
-        first: the first residual; in sample space its coefficients.
-        squared: its square.
-        inner: inner product of arrays.
-        damping: λ.
+        start: of the iteration; its λ is a number.
         bounds: how large W is.
-        epsilon: ε of a product.
-        sample: whether this is sample space.
     """
 
-    def __init__(
-        self,
-        first: Tensor,
-        squared: Tensor,
-        inner: Inner,
-        damping: float,
-        bounds: Bounds,
-        epsilon: float,
-        sample: bool,
-    ) -> None:
-        condition = 1 + bounds.norm / damping
-        self.squared, self.epsilon = squared, epsilon
-        self.stop = 2 * (ROUNDING * epsilon) ** 2 * condition
-        self.noise = 2 * NEAR * epsilon * bounds.entry
-        self.norms = inner(first, first) if sample else None
-        self.can_be = self.stop < 1 and (sample or SPOILT * epsilon * condition < 1)
+    def __init__(self, start: Start, bounds: Bounds) -> None:
+        assert not isinstance(start.damping, Tensor)
+        condition, sample = 1 + bounds.norm / start.damping, start.diagonal is not None
+        self.squared, self.epsilon = start.squared, start.epsilon
+        self.stop = 2 * (ROUNDING * self.epsilon) ** 2 * condition
+        self.noise = 2 * NEAR * self.epsilon * bounds.entry
+        self.norms = start.inner(start.residual, start.residual) if sample else None
+        self.can_be = self.stop < 1 and (sample or SPOILT * self.epsilon * condition < 1)
 
     def holds(self, squared: Tensor, growing: int) -> bool:
         """Look at a residual.
@@ -116,32 +123,19 @@ class Watch:
     """Tells a column's residual from rounding, and acts on it.
 
     Args:
-        first: the first residual; in sample space its coefficients.
-        squared: its square, of which noise is set to zero.
-        inner: inner product of arrays.
-        damping: λ.
-        epsilon: ε of a product.
-        diagonal: in sample space K's diagonal.
+        start: of the iteration; where its square is noise it is set to zero.
     """
 
-    def __init__(
-        self,
-        first: Tensor,
-        squared: Tensor,
-        inner: Inner,
-        damping: float | Tensor,
-        epsilon: float,
-        diagonal: Tensor | None,
-    ) -> None:
-        self.inner, self.damping, self.epsilon = inner, damping, epsilon
-        self.tiny = torch.finfo(first.dtype).tiny
-        self.rounding = None if diagonal is None else diagonal * epsilon
+    def __init__(self, start: Start) -> None:
+        self.inner, self.damping, self.epsilon = start.inner, start.damping, start.epsilon
+        self.tiny = torch.finfo(start.residual.dtype).tiny
+        self.rounding = None if start.diagonal is None else start.diagonal * self.epsilon
         self.near: Tensor | None = None
         self.spoilt: Tensor | None = None
-        noise = self._noise(first, squared)
+        noise = self._noise(start.residual, start.squared)
         if noise is not None:
-            self.spoilt = squared <= NEAR * noise  # such a column takes only its first step
-            squared.masked_fill_(squared <= noise, 0.0)
+            self.spoilt = start.squared <= NEAR * noise  # such a column takes only its first step
+            start.squared.masked_fill_(start.squared <= noise, 0.0)
         self.steps = 0
 
     def took(self, length: Tensor, squared: Tensor) -> None:

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from proxprop import device, tuning
 from proxprop.device import round_up
-from proxprop.solvers.matmul import cast, square, transposed_product, transposed_square, wide
+from proxprop.solvers.matmul import square, transposed_product, transposed_square, widened
 from proxprop.solvers.rotation import rotate
-from proxprop.transfer.transfer import Parameters, Shapes, Transfer
+from proxprop.transfer.transfer import Parameters, Products, Shapes, Transfer
 
 
 class Affine(Transfer):
@@ -53,7 +53,7 @@ class Affine(Transfer):
             K[:, 0, 0].add_(self.sizes.samples)
         return K
 
-    def rotated_gradient(self, U: Tensor) -> Parameters:
+    def rotated_gradient(self, U: Tensor) -> Products:
         """`A'ᵀU`, whose first row holds the mean; the ones column is `√N` there and zero below.
 
         U may be far larger than D, and `AᵀHU` would round in proportion to U times the mean. Rows that came in bfloat16
@@ -61,13 +61,9 @@ class Affine(Transfer):
         """
         if self.coarse:
             return super().rotated_gradient(U)
-        return self._weight_of_rows(self._rotated_rows(), U), self._rotated_bias(U)
-
-    def _weight_of_rows(self, A: Tensor, U: Tensor) -> Tensor:
-        """`AᵀU` in the weight's layout, for rows A as those of `rows`."""
-        if len(A) > 1:
-            return self._weight(A.mT @ U)
-        return self._weight(transposed_product(U[0], A[0]).mT[None])
+        A = self._rotated_rows()
+        columns = A.mT @ U if len(A) > 1 else transposed_product(U[0], A[0]).mT[None]
+        return self._weight(columns), self._rotated_bias(U)
 
     def _rotated_bias(self, U: Tensor) -> Tensor | None:
         """The bias of `A'ᵀU`."""
@@ -91,7 +87,7 @@ class Affine(Transfer):
 
     def gram(self) -> Tensor:
         """`S = AᵀA`; the ones column adds the border `(Aᵀ1, samples)`."""
-        return self.square(self.rows())
+        return self.gram_of_rows(self.rows())
 
     def sampled_gram(self, index: Tensor) -> Tensor:
         """An unbiased estimate of S from a few rows, `N/rows·Σaaᵀ` over rows drawn without replacement.
@@ -99,7 +95,7 @@ class Affine(Transfer):
         Args:
             index: which of the N samples, each drawn with the same probability.
         """
-        return self.square(self.sampled_rows(index)).mul_(self.sizes.samples / len(index))
+        return self.gram_of_rows(self.sampled_rows(index)).mul_(self.sizes.samples / len(index))
 
     def sampled_rows(self, index: Tensor) -> Tensor:
         """The rows of some samples."""
@@ -107,7 +103,7 @@ class Affine(Transfer):
 
     def to_samples(self, G: Tensor) -> Tensor:
         """The output's leading dimensions flattened, in the precision to solve in."""
-        return cast(G, wide(G)).reshape(1, -1, G.shape[-1])
+        return widened(G).reshape(1, -1, G.shape[-1])
 
     def from_samples(self, U: Tensor) -> Tensor:
         """Samples with the leading dimensions of the output."""
@@ -140,8 +136,8 @@ class Affine(Transfer):
         """The inverse of `_columns`."""
         return columns.mT.reshape(self.weight_shape)
 
-    def square(self, A: Tensor, dense: bool = False) -> Tensor:
-        """`AᵀA` for some of the rows, the ones column included; `dense` is as of `transposed_square`."""
+    def gram_of_rows(self, A: Tensor, dense: bool = False) -> Tensor:
+        """`AᵀA` of some rows, the ones column included; `dense` as in `transposed_square`."""
         return transposed_square(A, self.bias, dense)
 
     def _border(self, S: Tensor, sums: Tensor) -> Tensor:

@@ -40,18 +40,18 @@ class LayerCall:
             return NormTransfer.without_samples(shapes)
         return self.kind.without_samples(shapes, *self.options)
 
-    def for_sums(self, inputs: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-        """The inputs of this call, for S in this precision; a GPU does not cast bfloat16."""
-        short = inputs[0].is_cuda and self.kind.takes_bfloat16 and dtype == torch.float32
-        if short and all(tensor.dtype == torch.bfloat16 for tensor in inputs):
-            return inputs
-        return in_precision(inputs, dtype)
+    def in_precision(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+        """Tensors of this call in the precision to solve in; a GPU keeps bfloat16 where nothing else came."""
+        short = dtype == torch.float32 and tensors[0].is_cuda and self.kind.takes_bfloat16
+        if short and all(tensor.dtype == torch.bfloat16 for tensor in tensors):
+            return tensors
+        return in_precision(tensors, dtype)
 
     def transfer_for_sums(
         self, inputs: Sequence[Tensor], output: torch.Size, shapes: Shapes, dtype: torch.dtype
     ) -> Transfer:
         """The transfer of this call with an output of this shape, for S in this precision."""
-        inputs = self.for_sums(inputs, dtype)
+        inputs = self.in_precision(inputs, dtype)
         dtype = torch.bfloat16 if inputs[0].dtype == torch.bfloat16 else dtype
         return self.transfer(inputs, inputs[0].new_empty((), dtype=dtype).expand(output), shapes)
 

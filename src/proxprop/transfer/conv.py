@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from proxprop import tuning
+from proxprop.device import precision
 from proxprop.solvers import Sizes
-from proxprop.solvers.matmul import transposed_product, transposed_square, wide
+from proxprop.solvers.matmul import transposed_product, transposed_square, widened
 from proxprop.transfer.affine import Affine
 from proxprop.transfer.conv_geometry import ConvGeometry, patch_sums
 from proxprop.transfer.conv_gram import choose
@@ -102,7 +103,7 @@ class ConvTransfer(Affine):
             G: `[batch, outputs, *positions]`; without it there is no gradient.
         """
         groups, _, features, outputs = self.sizes
-        inputs, dtype = features - self.ones, wide(self.batched)
+        inputs, dtype = features - self.ones, precision(self.batched)
         S = self.batched.new_zeros(groups, inputs, inputs, dtype=dtype)
         sums = self.batched.new_zeros(groups, inputs, dtype=dtype)
         weight = self.batched.new_zeros(outputs if G is not None else 0, inputs, dtype=dtype)
@@ -129,7 +130,7 @@ class ConvTransfer(Affine):
         """`conv(X, W) + b`."""
         weight, bias = parameters
         assert weight is not None
-        return torch.convolution(self._widened(), weight, bias, *self._walk()).view(self.output_shape)
+        return torch.convolution(widened(self.batched), weight, bias, *self._walk()).view(self.output_shape)
 
     def gradient(self, G: Tensor) -> Parameters:
         """The convolution's own weight gradient, and G summed over images and positions."""
@@ -146,7 +147,7 @@ class ConvTransfer(Affine):
         return total
 
     def _bias_gradient(self, G: Tensor) -> Tensor | None:
-        return G.sum([0, *range(2, G.dim())], dtype=wide(G)) if self.bias else None
+        return G.sum([0, *range(2, G.dim())], dtype=precision(G)) if self.bias else None
 
     def _weight_gradient(self, G: Tensor) -> Tensor:
         """The gradient by torch's own kernel; in bfloat16 a few images at a time, or from patches if those are few."""
@@ -194,14 +195,10 @@ class ConvTransfer(Affine):
         """
         return self.coarse and self.sizes.groups == 1 and self.sizes.samples > 0
 
-    def _widened(self) -> Tensor:
-        """The input in the precision to solve in."""
-        return self.batched.to(wide(self.batched))
-
     def to_samples(self, G: Tensor) -> Tensor:
         """Channels last, one sample for each image and position, split by groups."""
         groups, samples, _, outputs = self.sizes
-        split = G.to(wide(G)).reshape(self.batched_shape[0], groups, outputs, -1)
+        split = widened(G).reshape(self.batched_shape[0], groups, outputs, -1)
         return split.permute(1, 0, 3, 2).reshape(groups, samples, outputs)
 
     def from_samples(self, U: Tensor) -> Tensor:

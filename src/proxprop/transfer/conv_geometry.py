@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxprop.solvers.matmul import wide
+from proxprop.device import precision
 
 MODES = ("constant", "reflect", "replicate", "circular")
 """Ways to fill a border, in the words of `torch.nn.functional.pad`."""
@@ -73,7 +73,7 @@ Constant = TypeVar("Constant", bound=Callable[..., Any])
 
 
 def kept(constant: Constant) -> Constant:
-    """Cache a constant by its arguments, of which the last is its device.
+    """Cache a constant by its arguments; the last argument is its device.
 
     A separate thread makes it: while a compiled step is being turned into CUDA graphs, memory that its thread allocates
     on a GPU belongs to those graphs, and torch refuses to share it.
@@ -122,7 +122,7 @@ def seen(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def patch_sums(x: Tensor, axes: list[Axis]) -> Tensor:
     """Column sums of the patches `[groups, channels·taps]` of an input `[batch, groups, channels, *space]`."""
-    total = x.sum(0, dtype=wide(x))
+    total = x.sum(0, dtype=precision(x))
     groups, following = total.shape[0], total.shape[2:].numel()
     for axis in axes:
         following //= axis.size

@@ -49,7 +49,7 @@ class Table(Transfer):
         return functional.embedding(self.index, table) * self.coefficients[:, None]
 
     def _scatter(self, values: Tensor, coefficients: Tensor) -> Parameters:
-        """The table's gradient: values `[items, outputs]`, multiplied and summed into the entries they belong to."""
+        """The table's gradient: values `[items, outputs]`, multiplied and summed into their entries."""
         values = values * coefficients[:, None]
         if self.sparse:
             index = self.index[None]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from proxprop import tuning
-from proxprop.solvers.matmul import wide
+from proxprop.solvers.matmul import widened
 from proxprop.transfer.conv_geometry import Axis, kept
 
 
@@ -61,7 +61,7 @@ def gram(x: Tensor, walks: list[Axis]) -> Tensor:
     Returns:
         S `[groups, channels·taps, channels·taps]`.
     """
-    x, (groups, channels) = x.to(wide(x)), x.shape[1:3]
+    x, (groups, channels) = widened(x), x.shape[1:3]
     S = _products(x.transpose(0, 1), walks, ())
     for axis, walk in enumerate(walks):
         S = torch.movedim(torch.tensordot(_signs(walk, x.dtype, x.device), S, ([1], [1 + axis])), 0, 1 + axis)

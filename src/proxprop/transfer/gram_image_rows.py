@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from proxprop import tuning
-from proxprop.solvers.matmul import in_terms, multiply, wide
+from proxprop.device import precision
+from proxprop.solvers.matmul import in_terms, multiply
 from proxprop.transfer.conv_geometry import Axis, kept, seen
 
 
@@ -75,8 +76,8 @@ def _block(left: Tensor, right: Tensor, height: Axis, width: Axis, numbers: int)
         `[c, i, i across, c', j, j across]`.
     """
     here, lags, across = left.shape[1], height.taps, width.taps
-    down = seen(height, wide(left), left.device).mT
-    together = _together(width, wide(left), left.device)
+    down = seen(height, precision(left), left.device).mT
+    together = _together(width, precision(left), left.device)
     Z = _summed_over_rows(left.flatten(1, 2), right, down, numbers)
     Z = Z.view(lags, here, width.size, lags, -1, width.size).permute(0, 3, 1, 4, 2, 5)
     S = Z.reshape(-1, width.size**2) @ together

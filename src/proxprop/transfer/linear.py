@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from proxprop import tuning
+from proxprop.device import precision
 from proxprop.solvers import Sizes
-from proxprop.solvers.matmul import pending_product, transposed_product, transposed_square, wide
+from proxprop.solvers.matmul import pending_product, transposed_product, transposed_square
 from proxprop.transfer.affine import Affine
 from proxprop.transfer.transfer import Parameters, Products, Shapes, nothing
 
@@ -68,13 +69,13 @@ class LinearTransfer(Affine):
     def gradient(self, G: Tensor) -> Parameters:
         """`GᵀX` and the column sums of G. G is freed before the product if the caller does not keep it."""
         G = G.reshape(-1, G.shape[-1])
-        bias = G.sum(0, dtype=wide(G)) if self.bias else None
+        bias = G.sum(0, dtype=precision(G)) if self.bias else None
         given = [G]
         del G
         return self._weight_product(self.input, given.pop()), bias
 
     def normal_equations(self, G: Tensor) -> tuple[Tensor, Tensor]:
-        """S and `AᵀG`; a CPU multiplies few numbers with one copy of the rows and their ones, which saves calls."""
+        """S and `AᵀG`; a CPU takes both from one copy of rows and ones where there are few numbers: fewer calls."""
         on_cpu = not self.input.is_cuda and not torch.compiler.is_compiling()
         if not (self.bias and on_cpu and self.input.numel() <= tuning.CPU_ROWS_MOST_NUMBERS):
             return super().normal_equations(G)
@@ -82,15 +83,12 @@ class LinearTransfer(Affine):
         B = self._weight_product(A, G.reshape(-1, G.shape[-1]))
         return transposed_square(A)[None], (B if self.transposed else B.mT)[None]
 
-    def rotated_products(self, U: Tensor) -> Products:
-        """`AᵀU`, whose product for the weight is left for later: it is often far larger than both factors."""
+    def rotated_gradient(self, U: Tensor) -> Products:
+        """`AᵀU`, with the weight's product left for later because it is often far larger than both factors."""
         if self.coarse:
-            return self.rotated_gradient(U)
+            return super().rotated_gradient(U)
         factors = [U[0], self._rotated_rows()[0]]
         return pending_product(*(reversed(factors) if self.transposed else factors)), self._rotated_bias(U)
-
-    def _weight_of_rows(self, A: Tensor, U: Tensor) -> Tensor:
-        return self._weight_product(A[0], U[0])
 
     def _weight_product(self, X: Tensor, G: Tensor) -> Tensor:
         """`GᵀX` in the weight's layout; factors that the caller does not keep are freed before the product."""

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from proxprop.device import precision
 from proxprop.solvers import FEATURE, MATRIX_FREE, Sizes
-from proxprop.solvers.matmul import wide
+from proxprop.solvers.matmul import widened
 from proxprop.transfer.affine import Affine
 from proxprop.transfer.transfer import Parameters, Shapes, nothing
 
@@ -65,7 +66,7 @@ class NormTransfer(Affine):
         """`[[Σx̂², Σx̂], [Σx̂, N]]` for every channel, by sums in place."""
         if not self.scale:
             return self.normalized.new_full(
-                (self.sizes.groups, 1, 1), self.sizes.samples, dtype=wide(self.normalized)
+                (self.sizes.groups, 1, 1), self.sizes.samples, dtype=precision(self.normalized)
             )
         S = self._sum(self.normalized.square()).reshape(-1, 1, 1)
         return self._border(S, self._sum(self.normalized).reshape(-1, 1)) if self.bias else S
@@ -99,7 +100,7 @@ class NormTransfer(Affine):
 
     def _sum(self, values: Tensor) -> Tensor:
         """Sum over everything but channels."""
-        return values.sum(self.sums, dtype=wide(values)) if self.sums else values.to(wide(values))
+        return values.sum(self.sums, dtype=precision(values)) if self.sums else widened(values)
 
 
 def batch_norm(
