@@ -66,18 +66,18 @@ class Task:
             direction = self._solve(transfer, G)
             if direction.is_spoilt():
                 direction = self._solve_again(saved, G, shapes, direction)
-            found = direction.parameters, direction.failed
             if self.observer is not None:
-                self.observer(transfer, G, direction._replace(products=found[0]), self.settings)
+                self.observer(transfer, G, direction, self.settings)
+            found = direction.parameters, direction.failed
         parameters, failed = found
         self.failures.note(self.layer, failed, self.settings.solver.failure)
         return parameters
 
-    def _solve(self, transfer: Transfer, G: Tensor) -> Direction:
+    def _solve(self, transfer: Transfer, G: Tensor, unmultiplied: bool = False) -> Direction:
         ready = self.side.take() if self.side is not None else None
         coarse = transfer.coarse and not torch.compiler.is_compiling()
         with device.coarse_numbers() if coarse else nullcontext():
-            return solve(transfer, G, self.settings, ready)
+            return solve(transfer, G, self.settings, ready, unmultiplied)
 
     def _solve_again(
         self, saved: Sequence[Tensor], G: Tensor, shapes: Shapes, spoilt: Direction
@@ -105,7 +105,7 @@ class Task:
             return None
 
         def solved(given: Sequence[Tensor]) -> Outcome:
-            direction = self._solve(*self.transfer(given[:-1], given[-1], shapes))
+            direction = self._solve(*self.transfer(given[:-1], given[-1], shapes), unmultiplied=True)
             return direction.products, direction.failed
 
         return found.solve((self.call, self.settings, *shapes), solved, [*saved, G])

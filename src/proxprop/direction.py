@@ -113,6 +113,7 @@ def solve(
     G: Tensor,
     settings: Settings,
     prepared: PreparedSamples | None = None,
+    unmultiplied: bool = False,
 ) -> Direction:
     """Solve one layer's system: `D = (λI + AᵀA)⁻¹AᵀG` in the planned space.
 
@@ -121,6 +122,7 @@ def solve(
         G: gradient of the loss at the layer's output, in the output's layout.
         settings: the user's choices.
         prepared: what was prepared for it, in sample space.
+        unmultiplied: whether to leave a large last product for later.
 
     Returns:
         The direction, in the shapes of the layer's parameters.
@@ -135,7 +137,7 @@ def solve(
     found: Products
     if chosen.space == SAMPLE:
         prepared = prepared or prepare(transfer, settings, G)
-        found, failed = _in_sample_space(transfer, G, settings, prepared)
+        found, failed = _in_sample_space(transfer, G, settings, prepared, unmultiplied)
     elif chosen.space == FEATURE:
         found, failed = _in_feature_space(transfer, G, settings)
     else:
@@ -144,13 +146,14 @@ def solve(
 
 
 def _in_sample_space(
-    transfer: Transfer, G: Tensor, settings: Settings, prepared: PreparedSamples
+    transfer: Transfer, G: Tensor, settings: Settings, prepared: PreparedSamples, unmultiplied: bool
 ) -> tuple[Products, Tensor | None]:
     """The direction `AᵀU`, and whether the solve failed."""
     G, factor, ready = transfer.to_samples(G), settings.factor(transfer.sizes.samples), prepared.solve
     if prepared.rotated:
         U, failed = ready(G).times(factor)
-        return prepared.transfer.rotated_gradient(U), failed
+        rows = prepared.transfer
+        return rows.rotated_products(U) if unmultiplied else rows.rotated_gradient(U), failed
     if isinstance(ready, ProductSolve) and isinstance(transfer, LinearTransfer) and transfer.is_narrow():
         right, failed = ready.right(G)
         return transfer.direction(ready.left if factor == 1.0 else ready.left * factor, right), failed

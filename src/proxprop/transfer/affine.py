@@ -9,7 +9,7 @@ from proxprop import device, tuning
 from proxprop.device import round_up
 from proxprop.solvers.matmul import square, transposed_product, transposed_square, widened
 from proxprop.solvers.rotation import rotate
-from proxprop.transfer.transfer import Parameters, Products, Shapes, Transfer
+from proxprop.transfer.transfer import Parameters, Shapes, Transfer
 
 
 class Affine(Transfer):
@@ -53,7 +53,7 @@ class Affine(Transfer):
             K[:, 0, 0].add_(self.sizes.samples)
         return K
 
-    def rotated_gradient(self, U: Tensor) -> Products:
+    def rotated_gradient(self, U: Tensor) -> Parameters:
         """`A'ᵀU`, whose first row holds the mean; the ones column is `√N` there and zero below.
 
         U may be far larger than D, and `AᵀHU` would round in proportion to U times the mean. Rows that came in bfloat16
@@ -61,9 +61,13 @@ class Affine(Transfer):
         """
         if self.coarse:
             return super().rotated_gradient(U)
-        A = self._rotated_rows()
-        columns = A.mT @ U if len(A) > 1 else transposed_product(U[0], A[0]).mT[None]
-        return self._weight(columns), self._rotated_bias(U)
+        return self._weight_of_rows(self._rotated_rows(), U), self._rotated_bias(U)
+
+    def _weight_of_rows(self, A: Tensor, U: Tensor) -> Tensor:
+        """`AᵀU` in the weight's layout, for rows A as those of `rows`."""
+        if len(A) > 1:
+            return self._weight(A.mT @ U)
+        return self._weight(transposed_product(U[0], A[0]).mT[None])
 
     def _rotated_bias(self, U: Tensor) -> Tensor | None:
         """The bias of `A'ᵀU`."""

@@ -83,12 +83,15 @@ class LinearTransfer(Affine):
         B = self._weight_product(A, G.reshape(-1, G.shape[-1]))
         return transposed_square(A)[None], (B if self.transposed else B.mT)[None]
 
-    def rotated_gradient(self, U: Tensor) -> Products:
+    def rotated_products(self, U: Tensor) -> Products:
         """`AᵀU`, with the weight's product left for later because it is often far larger than both factors."""
         if self.coarse:
-            return super().rotated_gradient(U)
+            return self.rotated_gradient(U)
         factors = [U[0], self._rotated_rows()[0]]
         return pending_product(*(reversed(factors) if self.transposed else factors)), self._rotated_bias(U)
+
+    def _weight_of_rows(self, A: Tensor, U: Tensor) -> Tensor:
+        return self._weight_product(A[0], U[0])
 
     def _weight_product(self, X: Tensor, G: Tensor) -> Tensor:
         """`GᵀX` in the weight's layout; factors that the caller does not keep are freed before the product."""

@@ -122,9 +122,13 @@ class Transfer(Layout):
         """K of rotated samples, see `rotation`."""
         return rotate_both(self.sample_gram())
 
-    def rotated_gradient(self, U: Tensor) -> Products:
+    def rotated_gradient(self, U: Tensor) -> Parameters:
         """`AᵀU` in the layer's layout for a U of rotated samples `[groups, samples, outputs]`."""
         return self.gradient(self.from_samples(rotate(U)))
+
+    def rotated_products(self, U: Tensor) -> Products:
+        """`rotated_gradient`, but large products may be left for later."""
+        return self.rotated_gradient(U)
 
     def gram(self) -> Tensor:
         """`S = AᵀA [groups, features, features]`, freshly made."""
