@@ -39,7 +39,6 @@ class Cluster:
 
     Args:
         systems: the systems.
-        passes: the model's backward passes.
         update_every: S is summed in the first of so many steps.
 
     Attributes:
@@ -54,7 +53,7 @@ class Cluster:
         route: how directions come from there; None where there is one rank.
     """
 
-    def __init__(self, systems: Sequence[System], passes: "Passes", update_every: int = 1) -> None:
+    def __init__(self, systems: Sequence[System], update_every: int = 1) -> None:
         self.systems, self._update_every = systems, update_every
         self.parameters = list({p: None for system in systems for p in system.parameters})
         self.ids = {id(p) for p in self.parameters}  # tensors are slow to hash
@@ -62,7 +61,7 @@ class Cluster:
         self._made_for: list[bool] = []
         self.settle(0)
         self.reach(0)
-        self.watch = Watch(self, passes)
+        self.watch = Watch(self)
         for system in systems:
             system.join(self)
 
@@ -146,25 +145,6 @@ Mark = tuple[int, int] | None
 """How often a gradient was written to, and where it lies: DDP may put it elsewhere, where writes are counted anew."""
 
 
-class Passes:
-    """The backward passes of a model: what they came to is looked at when they end, in one call for all layers."""
-
-    def __init__(self) -> None:
-        self._task, self._noticed = -1, list[tuple[Watch, list[Mark], bool]]()
-
-    def note(self, task: int, watch: "Watch", before: list[Mark], mixed: bool) -> None:
-        """The running pass has come to a cluster: its gradients before, and whether they hold a direction."""
-        if task != self._task:
-            self._task, self._noticed = task, []
-            after_backward_pass(partial(self._end, self._noticed))
-        self._noticed.append((watch, before, mixed))
-
-    def _end(self, noticed: list[tuple["Watch", list[Mark], bool]]) -> None:
-        self._task = -1
-        for watch, before, mixed in noticed:
-            watch.note_pass(before, mixed)
-
-
 class Watch:
     """Keeps S in step with the gradient that it belongs to: started anew when the user zeroes it, and never mixed.
 
@@ -177,17 +157,15 @@ class Watch:
 
     Args:
         cluster: the systems.
-        passes: the model's backward passes.
 
     Attributes:
         waiting: whether backward passes, here or on other ranks, have brought something to solve for.
         resting: whether backward passes are looked at without Python.
     """
 
-    def __init__(self, cluster: Cluster, passes: Passes) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.systems, self.parameters = cluster, cluster.systems, cluster.parameters
         self.waiting = self.resting = False
-        self._passes = passes
         self._arrived: list[Tensor] = []
         self._spread = any(mesh_of(p) is not None for p in self.parameters)
         self._task = -1
@@ -272,18 +250,18 @@ class Watch:
         task = backward_pass()
         if task != self._task:
             self._task, self._summed = task, summed
-            self._begin_pass(task)
+            self._begin_pass()
         elif summed:
             self._summed = True
 
-    def _begin_pass(self, task: int) -> None:
+    def _begin_pass(self) -> None:
         for system in self.systems:
             if system.holds:
                 self.forget_if_zeroed()
                 break
         before = self._marks()
         mixed = any(before) and (self._holds_direction(before) or (self._mixed and before == self._seen))
-        self._passes.note(task, self, before, mixed)
+        after_backward_pass(partial(self._end_pass, before, mixed))
 
     def note_average(self) -> None:
         """A backward pass begins whose gradients are averaged over ranks; this one may not have used the layer."""
@@ -353,8 +331,13 @@ class Watch:
             for system in self.systems:
                 system.clear_where(zeroed)
 
-    def note_pass(self, before: list[Mark], mixed: bool) -> None:
-        """A backward pass has ended: remember the gradients that S belongs to, and whether they hold a direction."""
+    def _end_pass(self, before: list[Mark], mixed: bool) -> None:
+        """Remember the gradients that S belongs to, and whether they hold a direction.
+
+        Args:
+            before: the gradients when the pass began.
+            mixed: whether they held a direction then.
+        """
         self._task = -1
         self._seen = self._marks()
         changed = self._seen != before
