@@ -272,9 +272,8 @@ class Averages:
             self._make_room(cluster, terms)
             if cluster.mine:
                 asked += [(pair[1], term, samples) for pair, term in zip(cluster.pairs, terms, strict=True)]
-        failures = fill((operator, self._form(term, samples)) for operator, term, samples in asked)
-        for (_, term, _), failed in zip(asked, failures, strict=True):
-            term.equation.layer._note_failure(failed)
+        asked.sort(key=lambda each: each[1].S.shape)  # alike ones are inverted together
+        fill((term.equation, operator, self._form(term, samples)) for operator, term, samples in asked)
 
     def _make_room(self, cluster: Cluster, terms: Iterable[Term]) -> None:
         """Room for a cluster's operators: the ones before, or zeros; without memory where another rank holds them."""

@@ -1,6 +1,6 @@
 """What turns a gradient into a direction: `B -> factor·(λI + M)⁻¹B`, by a solver, from rows, or by an inverse."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from proxprop import tuning
+from proxprop.deferred.equation import Equation
 from proxprop.device import float32_products, round_up
 from proxprop.replay import Solved, replays
 from proxprop.settings import Settings
@@ -241,47 +242,41 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def fill(asked: Iterable[tuple[Operator, Form]]) -> list[Tensor | None]:
-    """Make operators anew, each for its form.
+def fill(asked: Iterable[tuple[Equation, Operator, Form]]) -> None:
+    """Make operators anew, each for its form, and let layers warn of failures.
 
-    Matrices of one size are inverted together, as groups of one system, but only so many that their copies do not take
-    much memory.
-
-    Returns:
-        For each operator, whether it failed to be made for each of its groups, where that can be.
+    Alike matrices that follow each other are inverted together, as groups of one system, but only so many that their
+    copies do not take much memory.
     """
-    failed: list[Tensor | None] = []
-    waiting: dict[tuple[object, ...], dict[int, tuple[Operator, Form]]] = {}
-    for place, (operator, form) in enumerate(asked):
-        failed.append(None)
+    waiting: list[tuple[Equation, Operator, Form]] = []
+    for equation, operator, form in asked:
         if isinstance(operator, Solve):
             operator.kept.copy_(form.M)
             continue
-        alike = form.M.shape[1:], form.M.dtype, form.M.device, form.damping, form.factor
-        members = waiting.setdefault(alike, {})
-        members[place] = operator, form
-        if (len(members) + 1) * form.M.nbytes > tuning.INVERTED_TOGETHER_MOST_BYTES:
-            _invert_into(failed, waiting.pop(alike))
-    for members in waiting.values():
-        _invert_into(failed, members)
-    return failed
+        if waiting and not _joins(form, waiting[0][2], len(waiting)):
+            _invert(waiting)
+            waiting = []
+        waiting.append((equation, operator, form))
+    if waiting:
+        _invert(waiting)
 
 
-def _invert_into(failed: list[Tensor | None], members: Mapping[int, tuple[Operator, Form]]) -> None:
-    """Fill inverses of one size, and set each one's failures in its place."""
-    for place, flag in zip(members, _invert([*members.values()]), strict=True):
-        failed[place] = flag
+def _joins(form: Form, other: Form, count: int) -> bool:
+    """Whether an inverse can be made together with so many like the other one."""
+    alike = form.M.shape[1:] == other.M.shape[1:] and form.M.dtype == other.M.dtype and form[1:] == other[1:]
+    few = (count + 1) * form.M.nbytes <= tuning.INVERTED_TOGETHER_MOST_BYTES
+    return alike and few and form.M.device == other.M.device
 
 
-def _invert(members: Sequence[tuple[Operator, Form]]) -> list[Tensor]:
-    """Fill inverses of one size; returns each one's failures."""
-    forms = [form for _, form in members]
+def _invert(members: Sequence[tuple[Equation, Operator, Form]]) -> None:
+    forms = [form for *_, form in members]
     M = forms[0].M if len(forms) == 1 else torch.cat([form.M for form in forms])
     X, failed = inverse(M, forms[0].damping)
     sizes = [len(form.M) for form in forms]
-    for (operator, _), own in zip(members, X.split(sizes), strict=True):
-        torch.mul(own, forms[0].factor, out=operator.kept)
-    return list(failed.split(sizes))
+    made = zip(members, X.split(sizes), failed.split(sizes), strict=True)
+    for (equation, operator, form), own, flags in made:
+        torch.mul(own, form.factor, out=operator.kept)
+        equation.layer._note_failure(flags)
 
 
 def borrowed(operator: Operator, device: torch.device) -> Operator:
