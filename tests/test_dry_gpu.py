@@ -336,3 +336,20 @@ def test_a_replayed_system_is_copied_once(replayed: Work) -> None:
     assert replayed.operations["_foreach_copy_"] == 2 * solved  # in and out
     assert replayed.operations["clone"] == 3 * solved  # the solution, its bias and the flag
     assert not replayed.launches
+
+
+@pytest.mark.parametrize(
+    ("matrices", "turns"),
+    [(1, [0, 1, 2, 3, 1]), (2, [0, 1, 1, 2, 2]), (3, [0, 1, 1, 2, 2]), (4, [0, 1, 1, 1, 1])],
+)
+def test_alike_layers_share_a_turn(
+    matrices: int, turns: list[int], work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "INVERTED_TOGETHER_MOST_BYTES", matrices * 501**2 * 4)
+    model = proxprop.convert(on_gpu(Mlp), Exact())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attached = proxprop.attach(optimizer, model, running=Running(update_every=1, invert_every=4))
+    assert [cluster.turn for cluster in attached.clusters] == turns
+    for _ in range(5):
+        step(model, empty(256, 784), optimizer)
+    assert not work.crossings
