@@ -428,11 +428,10 @@ class System(Equation):
 
     def _note_sum(self, summand: Tensor | None) -> None:
         """The pass has come to a leaf: S is about to be added to, or rows have come instead."""
-        arrived = [rows for own, rows in self._arriving if own == backward_pass()]
-        if summand is not None or arrived:
+        if summand is not None:
             self.cluster.watch.notice(summed=True)
-        if arrived:
-            self._rows += arrived
+        if self._arriving:
+            self._rows += [rows for own, rows in self._arriving if own == backward_pass()]
             self._arriving = [kept for kept in self._arriving if kept[0] != backward_pass()]
 
     def _note_complete(self, _: Tensor) -> None:
@@ -449,7 +448,7 @@ class System(Equation):
         """Keep the rows of a call, if that pays for those of all calls together; else S of all is to be summed."""
         if not self.may_keep_rows:
             return False
-        self.cluster.watch.notice()
+        self.cluster.watch.notice(summed=True)
         A = call.rows(inputs)
         samples = sum(len(rows) for rows in (A, *self._rows, *(rows for _, rows in self._arriving)))
         if self._sums or not rows_pay(self.layout.sizes._replace(samples=samples), self.layer._settings):

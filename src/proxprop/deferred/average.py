@@ -250,9 +250,9 @@ class Averages:
     def _unused(self, steps: Mapping[Cluster, Sequence[Term]]) -> Iterator[Term]:
         """Averages of systems that share parameters with those of a step but were not used in it: they age too."""
         for cluster, terms in steps.items():
-            used = {term.equation for term in terms}
-            if len(used) == len(cluster.systems):
+            if len(terms) == len(cluster.systems):
                 continue
+            used = {term.equation for term in terms}
             held = (self.averages.get(system) for system in cluster.systems if system not in used)
             yield from (average for average in held if average is not None and not average.S.is_meta)
 
