@@ -97,8 +97,8 @@ def turns(
     share = sum(costs) / invert_every if update_every > 1 else 0.0
     load = [share if step % update_every == 0 else 0.0 for step in range(invert_every)]
     found = [0] * len(costs)
-    for chunk in _chunks(costs, together or [1] * len(costs)):
-        cost = sum(costs[index] for index in chunk)
+    chunks = [(sum(costs[i] for i in chunk), chunk) for chunk in _chunks(costs, together or [1] * len(costs))]
+    for cost, chunk in sorted(chunks, key=lambda chunk: -chunk[0]):
         turn = load.index(min(load)) if cost else 0
         load[turn] += cost
         for index in chunk:
@@ -107,8 +107,8 @@ def turns(
 
 
 def _chunks(costs: Sequence[float], together: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Layers that have a turn in common, the most expensive first; those that cost as much are shared out evenly."""
-    ordered = sorted(range(len(costs)), key=lambda i: -costs[i])
+    """Layers that have a turn in common: of those that cost as much, about as many in each."""
+    ordered = sorted(range(len(costs)), key=lambda i: (-costs[i], together[i]))
     for _, group in groupby(ordered, key=lambda i: (costs[i], together[i])):
         alike = list(group)
         count = -(-len(alike) // together[alike[0]])
