@@ -415,11 +415,11 @@ class System(Equation):
 
     def _new_leaves(self, device: torch.device, dtype: torch.dtype) -> Iterator[Tensor]:
         layout = self.summed_layout
-        groups, _, features, _ = layout.sizes
-        diagonal = DIAGONAL in layout.spaces
-        shapes = [(groups, features) if diagonal else (groups, features, features)]
         self.ones = isinstance(layout, Affine) and layout.bias
-        for shape in [*shapes, ()] if self._counts() and not self.ones else shapes:
+        shapes = [self.gram_shape]
+        if self._counts() and not self.ones:
+            shapes.append(torch.Size())
+        for shape in shapes:
             leaf = torch.zeros((), device=device, dtype=dtype).expand(shape).requires_grad_()
             leaf.register_hook(weakly(self, System._note_sum))
             if several_ranks():

@@ -17,7 +17,6 @@ from proxprop.deferred.owners import Route, Way
 from proxprop.deferred.preconditioner import Operator
 from proxprop.distributed import check_layer, local, mesh_of, several_ranks, whole
 from proxprop.nn import ProximalLayer
-from proxprop.solvers import DIAGONAL
 from proxprop.torch_internals import (
     active_ddp,
     after_backward_pass,
@@ -92,8 +91,8 @@ class Cluster:
     @property
     def cost(self) -> float:
         """How long the average takes to be inverted, in any unit; nothing where it is small."""
-        layouts = [system.layout for system in self.systems if system.usual and system.trained]
-        sizes = [layout.sizes for layout in layouts if DIAGONAL not in layout.spaces]
+        matrices = [s for s in self.systems if s.usual and s.trained and not s.is_diagonal]
+        sizes = [system.layout.sizes for system in matrices]
         large = (size for size in sizes if size.features >= tuning.TURNS_LEAST_FEATURES)
         return sum(size.groups * float(size.features) ** 3 for size in large)
 

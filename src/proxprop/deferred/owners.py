@@ -19,7 +19,7 @@ import torch
 from proxprop.deferred.collectives import Group, packed_size
 from proxprop.deferred.equation import Equation
 from proxprop.distributed import cut_dimension, cuts, mesh_of
-from proxprop.solvers import DIAGONAL, Exact
+from proxprop.solvers import Exact
 from proxprop.transfer import Shapes
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def _only_way(cluster: "Cluster", running: "Running | None") -> tuple[Way, str]:
     """The only way that directions can come from an owner, and why; no reason where both ways are possible."""
     if not any(system.trained for system in cluster.systems):
         return "gradient", "it is not trained yet"
-    if any(system.trained and DIAGONAL in system.layout.spaces for system in cluster.systems):
+    if any(system.trained and system.is_diagonal for system in cluster.systems):
         return "inverse", "its S is a diagonal, and sent as one"
     if running is None:
         return "gradient", "its S is another one in each step, and solved with by its owner alone"
