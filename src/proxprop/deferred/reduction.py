@@ -13,7 +13,7 @@ around all others, all is sent when a step is solved.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -27,8 +27,6 @@ from proxprop.deferred.equation import Term
 from proxprop.deferred.observing import Cluster, by_group
 from proxprop.distributed import is_sharded, local, mesh_of, several_ranks
 from proxprop.torch_internals import active_ddp, averages_gradients, timeout, tree_flatten
-
-Sent = tuple[list[System], Bucket]
 
 
 class Ranks:
@@ -102,7 +100,7 @@ class Round:
     """
 
     def __init__(self, group: Group, systems: Sequence[System]) -> None:
-        self.sent: list[Sent] = []
+        self._sent: list[tuple[list[System], Bucket]] = []
         self._group, self._reached = group, Counter[System]()
         owners = [system.cluster.owner for system in systems]
         found = buckets([system.leaves[0] for system in systems], owners, group.limit)
@@ -114,19 +112,23 @@ class Round:
         while self._left and all(self._reached[s] >= len(s.leaves) for s in self._left[0]):
             self._send()
 
-    def complete(self) -> list[Sent]:
-        """Send the rest, and return all that was sent."""
+    def complete(self) -> Iterator[tuple[System, list[Tensor]]]:
+        """Send the rest, and wait for what was sent: a system, and what each of its leaves sums to."""
         while self._left:
             self._send()
-        return self.sent
+        while self._sent:
+            systems, bucket = self._sent.pop(0)
+            tensors = iter(bucket.wait())
+            for system in systems:
+                yield system, [next(tensors) for _ in system.leaves]
 
     def _send(self) -> None:
-        for _, bucket in self.sent:
+        for _, bucket in self._sent:
             bucket.let_go()
         systems = self._left.pop(0)
         tensors = [tensor for system in systems for tensor in system.take_share()]
         common = all(system.common for system in systems)
-        self.sent.append((systems, self._group.send(tensors, systems[0].cluster.owner, common)))
+        self._sent.append((systems, self._group.send(tensors, systems[0].cluster.owner, common)))
 
 
 class Reduction:
@@ -226,16 +228,11 @@ class Reduction:
             self._arrive(ended)
 
     def _arrive(self, ended: Round) -> None:
-        """Send the rest of a round, wait for all of it, and add it to the totals."""
-        sent = ended.complete()
-        while sent:
-            systems, bucket = sent.pop(0)
-            tensors = iter(bucket.wait())
-            for system in systems:
-                found = [next(tensors) for _ in system.leaves]
-                for total, more in zip(self._totals.setdefault(system, found), found, strict=True):
-                    if total is not more:
-                        total.add_(more)
+        """Add what a round has summed to the totals."""
+        for system, found in ended.complete():
+            for total, more in zip(self._totals.setdefault(system, found), found, strict=True):
+                if total is not more:
+                    total.add_(more)
 
     def _watch(self, around: Any) -> None:
         """Settle owners while all ranks are here, and have what is around the model tell when backward begins."""
