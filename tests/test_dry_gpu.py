@@ -302,8 +302,8 @@ SELDOM = Running(damping=None, update_every=2, invert_every=4)
 STEPS = {
     (None, CG(3)): (555, 545, 545),
     (None, Exact()): (154, 144, 144),
-    (SELDOM, CG(3)): (165, 60, 101),
-    (SELDOM, Exact()): (170, 11, 52),
+    (SELDOM, CG(3)): (158, 60, 99),
+    (SELDOM, Exact()): (163, 11, 50),
 }
 """Operations of three steps of `Mlp` beyond those without proxprop. The first makes room for operators. The second
 rests; the third is observed."""

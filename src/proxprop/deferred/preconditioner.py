@@ -1,6 +1,6 @@
 """What turns a gradient into a direction: `B -> factor·(λI + M)⁻¹B`, by a solver, from rows, or by an inverse."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from proxprop import tuning
-from proxprop.deferred.equation import Equation
 from proxprop.device import float32_products, round_up
 from proxprop.replay import Solved, replays
 from proxprop.settings import Settings
@@ -16,6 +15,7 @@ from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Exact, Sizes, Solutio
 from proxprop.solvers.cholesky import factorize_whole
 from proxprop.solvers.matmul import transposed_product
 from proxprop.solvers.plan import remembered_plan
+from proxprop.torch_internals import copy_all
 from proxprop.transfer import LinearTransfer
 
 
@@ -51,7 +51,7 @@ def relative_form(S: Tensor, damping: float, features: int, blocks: int = 1) -> 
     """`(1 + ρ)·c·(ρcI + S)⁻¹B` with c the mean of S's diagonal, for each group: the scale of S drops out.
 
     Where S is c times the identity this is B itself, whatever ρ; as ρ grows it tends to B. It is B too where S is
-    zero, which says nothing of inputs to come: those of an expert that saw no token yet.
+    zero, which says nothing of inputs to come: those of an expert that saw no token yet. S is overwritten.
 
     Args:
         S: any multiple of it gives the same.
@@ -63,9 +63,9 @@ def relative_form(S: Tensor, damping: float, features: int, blocks: int = 1) -> 
     mean = diagonal.reshape(len(S) // blocks, -1).sum(-1) / features
     mean = mean[:, None].expand(-1, blocks).reshape(-1, *[1] * (S.dim() - 1))
     unseen = mean == 0
-    M = S / torch.where(unseen, 1.0, mean)
-    (M if M.dim() == 2 else M.diagonal(dim1=-2, dim2=-1)).add_(unseen.view(-1, 1))
-    return Form(M, *relative_numbers(damping))
+    S.div_(torch.where(unseen, 1.0, mean))
+    diagonal.add_(unseen.view(-1, 1))
+    return Form(S, *relative_numbers(damping))
 
 
 def relative_numbers(damping: float) -> tuple[float, float]:
@@ -242,41 +242,25 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def fill(asked: Iterable[tuple[Equation, Operator, Form]]) -> None:
-    """Make operators anew, each for its form, and let layers warn of failures.
+def fill(operators: Sequence[Operator], form: Form) -> Sequence[Tensor]:
+    """Make alike operators anew.
 
-    Alike matrices that follow each other are inverted together, as groups of one system, but only so many that their
-    copies do not take much memory.
+    Args:
+        operators: all of one kind.
+        form: their forms, with all matrices as groups of one M, which is overwritten.
+
+    Returns:
+        For each inverse, whether it failed to be made for each of its groups; nothing where a solver is asked.
     """
-    waiting: list[tuple[Equation, Operator, Form]] = []
-    for equation, operator, form in asked:
-        if isinstance(operator, Solve):
-            operator.kept.copy_(form.M)
-            continue
-        if waiting and not _joins(form, waiting[0][2], len(waiting)):
-            _invert(waiting)
-            waiting = []
-        waiting.append((equation, operator, form))
-    if waiting:
-        _invert(waiting)
-
-
-def _joins(form: Form, other: Form, count: int) -> bool:
-    """Whether an inverse can be made together with so many like the other one."""
-    alike = form.M.shape[1:] == other.M.shape[1:] and form.M.dtype == other.M.dtype and form[1:] == other[1:]
-    few = (count + 1) * form.M.nbytes <= tuning.INVERTED_TOGETHER_MOST_BYTES
-    return alike and few and form.M.device == other.M.device
-
-
-def _invert(members: Sequence[tuple[Equation, Operator, Form]]) -> None:
-    forms = [form for *_, form in members]
-    M = forms[0].M if len(forms) == 1 else torch.cat([form.M for form in forms])
-    X, failed = inverse(M, forms[0].damping)
-    sizes = [len(form.M) for form in forms]
-    made = zip(members, X.split(sizes), failed.split(sizes), strict=True)
-    for (equation, operator, form), own, flags in made:
+    groups = len(form.M) // len(operators)
+    if isinstance(operators[0], Solve):
+        copy_all([operator.kept for operator in operators], form.M.split(groups))
+        return ()
+    X, failed = inverse(form.M, form.damping)
+    for operator, own in zip(operators, X.split(groups), strict=True):
         torch.mul(own, form.factor, out=operator.kept)
-        equation.layer._note_failure(flags)
+    failures: Sequence[Tensor] = failed.split(groups)
+    return failures
 
 
 def borrowed(operator: Operator, device: torch.device) -> Operator:
