@@ -21,6 +21,7 @@ from proxprop.deferred.preconditioner import (
     absolute_form,
     absolute_numbers,
     fill,
+    inverted_together,
     relative_form,
     relative_numbers,
     room,
@@ -279,7 +280,7 @@ class Averages:
                 kind = type(operator), S.shape, S.dtype, S.device, numbers
                 alike.setdefault(kind, []).append((operator, term, samples))
         for members in alike.values():
-            count = max(1, tuning.INVERTED_TOGETHER_MOST_BYTES // max(1, members[0][1].S.nbytes))
+            count = inverted_together(members[0][1].S.nbytes)
             for start in range(0, len(members), count):
                 self._fill(members[start : start + count])
 

@@ -14,7 +14,7 @@ from proxprop.deferred.accumulator import System
 from proxprop.deferred.collectives import Group
 from proxprop.deferred.equation import Equation, Term
 from proxprop.deferred.owners import Route, Way
-from proxprop.deferred.preconditioner import Operator
+from proxprop.deferred.preconditioner import Operator, inverted_together
 from proxprop.distributed import check_layer, local, mesh_of, several_ranks, whole
 from proxprop.nn import ProximalLayer
 from proxprop.torch_internals import (
@@ -100,10 +100,8 @@ class Cluster:
     def together(self) -> int:
         """How many averages like this one a GPU inverts at a time, which takes less than one after the other."""
         leaves = [system.leaves[0] for system in self.systems if system.usual and system.trained]
-        size = max(
-            (leaf.nbytes for leaf in leaves if leaf.is_cuda), default=tuning.INVERTED_TOGETHER_MOST_BYTES
-        )
-        return max(1, tuning.INVERTED_TOGETHER_MOST_BYTES // max(size, 1))
+        sizes = [leaf.nbytes for leaf in leaves if leaf.is_cuda]
+        return inverted_together(max(sizes)) if sizes else 1
 
     def settle(
         self, turn: int, owner: int = 0, route: Route | None = None, group: Group | None = None

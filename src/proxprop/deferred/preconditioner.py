@@ -242,6 +242,11 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
+def inverted_together(size: int) -> int:
+    """How many averages of so many bytes are inverted at a time: their copies should not take much memory."""
+    return max(1, tuning.INVERTED_TOGETHER_MOST_BYTES // max(size, 1))
+
+
 def fill(operators: Sequence[Operator], form: Form) -> Sequence[Tensor]:
     """Make alike operators anew.
 

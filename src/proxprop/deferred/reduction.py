@@ -97,10 +97,13 @@ class Round:
     Args:
         group: the ranks to sum over.
         systems: in the order to send them.
+
+    Attributes:
+        sent: what is on its way, and the systems that it is from.
     """
 
     def __init__(self, group: Group, systems: Sequence[System]) -> None:
-        self._sent: list[tuple[list[System], Bucket]] = []
+        self.sent: list[tuple[list[System], Bucket]] = []
         self._group, self._reached = group, Counter[System]()
         owners = [system.cluster.owner for system in systems]
         found = buckets([system.leaves[0] for system in systems], owners, group.limit)
@@ -116,19 +119,19 @@ class Round:
         """Send the rest, and wait for what was sent: a system, and what each of its leaves sums to."""
         while self._left:
             self._send()
-        while self._sent:
-            systems, bucket = self._sent.pop(0)
+        while self.sent:
+            systems, bucket = self.sent.pop(0)
             tensors = iter(bucket.wait())
             for system in systems:
                 yield system, [next(tensors) for _ in system.leaves]
 
     def _send(self) -> None:
-        for _, bucket in self._sent:
+        for _, bucket in self.sent:
             bucket.let_go()
         systems = self._left.pop(0)
         tensors = [tensor for system in systems for tensor in system.take_share()]
         common = all(system.common for system in systems)
-        self._sent.append((systems, self._group.send(tensors, systems[0].cluster.owner, common)))
+        self.sent.append((systems, self._group.send(tensors, systems[0].cluster.owner, common)))
 
 
 class Reduction:
