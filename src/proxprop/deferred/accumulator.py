@@ -428,7 +428,7 @@ class System(Equation):
 
     def _note_sum(self, summand: Tensor | None) -> None:
         """The pass has come to a leaf: S is about to be added to, or rows have come instead."""
-        if summand is not None:
+        if summand is not None or self._arriving:
             self.cluster.watch.notice(summed=True)
         if self._arriving:
             self._rows += [rows for own, rows in self._arriving if own == backward_pass()]
@@ -448,7 +448,7 @@ class System(Equation):
         """Keep the rows of a call, if that pays for those of all calls together; else S of all is to be summed."""
         if not self.may_keep_rows:
             return False
-        self.cluster.watch.notice(summed=True)
+        self.cluster.watch.notice()
         A = call.rows(inputs)
         samples = sum(len(rows) for rows in (A, *self._rows, *(rows for _, rows in self._arriving)))
         if self._sums or not rows_pay(self.layout.sizes._replace(samples=samples), self.layer._settings):

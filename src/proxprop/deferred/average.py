@@ -275,7 +275,9 @@ class Averages:
         for cluster, samples in clusters.items():
             terms = [*self._joined(cluster)]
             self._make_room(cluster, terms)
-            for (equation, operator), term in zip(cluster.pairs, terms, strict=True) if cluster.mine else ():
+            if not cluster.mine:
+                continue
+            for (equation, operator), term in zip(cluster.pairs, terms, strict=True):
                 S, numbers = term.S, (self._numbers(equation), equation.layer.scaling, self._sizes(equation))
                 kind = type(operator), S.shape, S.dtype, S.device, numbers
                 alike.setdefault(kind, []).append((operator, term, samples))
