@@ -33,6 +33,11 @@ is_due: Callable[[Any], bool] = torch._C._will_engine_execute_node
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the running backward pass, or -1. Without it, the passes of one step look alike."""
 
+after_backward_pass: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+"""Calls back at the end of the running backward pass. Without it, a gradient's last change is missed."""
+
 writes: Callable[[Tensor], int] = attrgetter("_version")
 """How often a tensor was written to. Without it, a zeroed gradient is not recognised."""
 
@@ -40,11 +45,6 @@ writes: Callable[[Tensor], int] = attrgetter("_version")
 def apply_untransformed(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Apply a function outside of torch.func's transforms. Without it, half of a call is a search for them."""
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
-
-
-def after_backward_pass(callback: Callable[[], None]) -> None:
-    """Call back at the end of the running backward pass. Without it, a gradient's last change is missed."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def sequence_number(node: Any) -> int:

@@ -21,6 +21,7 @@ from proxprop import Exact, Running
 
 PACKAGE = str(Path(proxprop.__file__).parent)
 OBSERVED, RESTING = Running(update_every=1, invert_every=1000), Running(update_every=1000, invert_every=1000)
+INVERTING = Running(update_every=1, invert_every=1)
 
 
 def trained(layers: int, running: Running | None, bias: bool = True) -> Callable[[], None]:
@@ -69,14 +70,16 @@ def per_layer(
 
 
 @pytest.mark.parametrize(
-    ("running", "bias", "most"), [(OBSERVED, True, 71), (OBSERVED, False, 74), (RESTING, True, 21)]
+    ("running", "bias", "most"),
+    [(OBSERVED, True, 68), (OBSERVED, False, 69), (RESTING, True, 18), (INVERTING, True, 131)],
 )
 def test_a_layer_takes_few_calls_of_ours(running: Running, bias: bool, most: int) -> None:
     assert 0 < per_layer(own_calls, running, bias) <= most
 
 
 @pytest.mark.parametrize(
-    ("running", "bias", "most"), [(OBSERVED, True, 9), (OBSERVED, False, 11), (RESTING, True, 0)]
+    ("running", "bias", "most"),
+    [(OBSERVED, True, 8), (OBSERVED, False, 10), (RESTING, True, 0), (INVERTING, True, 11)],
 )
 def test_a_layer_takes_few_calls_of_torch_beside_its_own(running: Running, bias: bool, most: int) -> None:
     assert per_layer(torch_calls, running, bias) - per_layer(torch_calls, None, bias) <= most

@@ -2,7 +2,9 @@
 
 import copy
 import io
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from torch import Tensor, nn
 import proxprop
 from cases import randn, relative_error
 from proxprop import CG, Exact, Running, tuning
+from proxprop.deferred import average, preconditioner
 from proxprop.deferred.equation import Term
-from proxprop.deferred.preconditioner import Form, fill, room
+from proxprop.deferred.preconditioner import Form, relative_form, room
 from proxprop.solvers import Solver
+from proxprop.solvers.cholesky import TriangularFactorization, factorize_whole
 from running_averages import SOLVERS, attached, batches, rows, stated, stepped
 from training import Tied, assert_same, grads, handle_of, images, loss_of, plain_model, small_model
 
@@ -79,8 +83,7 @@ def test_a_copy_from_an_owner_has_the_damping_of_now() -> None:
     before = room(Form(M, 1.0, 1.0), CG(3), None, device)
     again = room(Form(M.to("meta"), 0.5, 2.0), CG(3), None, device, before)
     assert again.kept.data_ptr() == before.kept.data_ptr()
-    (failed,) = fill([(again, Form(M.clone(), 0.5, 2.0))])
-    assert failed is None
+    again.kept.copy_(M)
     assert again.apply(torch.ones(1, 3, 1)).value == pytest.approx(2.0 / 1.5)
 
 
@@ -225,6 +228,69 @@ def test_large_layers_take_turns_and_each_has_the_stated_direction() -> None:
                 C[i] = S[i] / N
             found = torch.cat([layer.weight.grad.T, layer.bias.grad[None]])
             assert relative_error(found, stated(C[i], B[i], 0.3, Exact())) < 1e-9, (step, i)
+
+
+@SOLVERS
+@pytest.mark.parametrize("scaling", ["paper", "gradient"])
+def test_alike_layers_of_other_settings_and_samples_each_have_their_own_damping(
+    solver: Solver, scaling: str
+) -> None:
+    def trained(together: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        layers = [
+            proxprop.nn.Linear(4, 4, solver=solver, tau_theta=tau_theta, scaling=scaling, dtype=torch.float64)
+            for tau_theta in (0.7, 0.7, 0.2, 0.7)
+        ]
+        model = nn.Sequential(*layers)
+        optimizers = []
+        for part in [model] if together else layers:
+            optimizers.append(torch.optim.SGD(part.parameters(), lr=0.1))
+            running = Running(decay=0.5, update_every=1, invert_every=1, damping=None)
+            proxprop.attach(optimizers[-1], part, running=running)
+        for step in range(2):
+            model.zero_grad()
+            for calls, layer in enumerate(layers):
+                for call in range(calls + 1):
+                    layer(randn(3 + 5 * step * calls, 4, seed=10 * calls + call)).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return grads(model)
+
+    assert_same(trained(together=True), trained(together=False), tolerance=1e-9)
+
+
+@pytest.mark.parametrize(("limit", "groups"), [(2**28, [3, 3]), (2 * 25 * 8, [2, 1, 1, 1, 1]), (0, [1] * 6)])
+def test_alike_averages_are_inverted_together_and_few_copies_are_held(
+    limit: int, groups: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[weakref.ref[Tensor]] = []
+    made: list[int] = []
+
+    def form(*given: Any) -> Form:
+        assert not any(copy() is not None for copy in copies)
+        found = relative_form(*given)
+        copies.append(weakref.ref(found.M))
+        return found
+
+    def factorize(M: Tensor, damping: float) -> TriangularFactorization:
+        made.append(len(M))
+        return factorize_whole(M, damping)
+
+    monkeypatch.setattr(average, "relative_form", form)
+    monkeypatch.setattr(preconditioner, "factorize_whole", factorize)
+    monkeypatch.setattr(tuning, "INVERTED_TOGETHER_MOST_BYTES", limit)
+    torch.manual_seed(0)
+    layers = [nn.Linear(a, b, dtype=torch.float64) for a, b in [(4, 6), (6, 4)] * 3]
+    model = proxprop.convert(nn.Sequential(*layers), Exact(), include_last=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    attached = proxprop.attach(optimizer, model, running=Running())
+    model(randn(9, 4, seed=0)).square().sum().backward()
+    optimizer.step()
+    assert made == groups
+    for name, tensor in attached.state_dict().items():
+        if name.endswith("kept"):
+            S = attached.state_dict()[name.replace("kept", "S")][0]
+            assert relative_error(tensor[0], stated(S, torch.eye(len(S), dtype=S.dtype), 0.3, Exact())) < 1e-9
 
 
 @pytest.mark.parametrize("layers", [[300] * 7, [3000, 1000, 1000, 1000, 300], [2000] + [500] * 40])

@@ -135,6 +135,26 @@ def test_attention_solves_the_sum(inputs: str, bias: bool) -> None:
     assert_same(grads(layer), grads(whole), tolerance=1e-9)
 
 
+@pytest.mark.parametrize("frozen", ["in_proj", "out_proj"])
+@pytest.mark.parametrize("running", [None, Running(decay=0.0, update_every=2, invert_every=2, damping=None)])
+def test_attention_of_which_a_part_is_frozen(frozen: str, running: Running | None) -> None:
+    torch.manual_seed(0)
+    plain = nn.MultiheadAttention(6, 2, batch_first=True).double()
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    whole, layer = (converted(plain, Exact(), tau_theta=0.7) for _ in range(2))
+    optimizer = torch.optim.SGD([p for p in layer.parameters() if p.requires_grad], lr=0.0)
+    proxprop.attach(optimizer, layer, running=running)
+    x = randn(3, 4, 6, seed=1)
+    whole(x, x, x)[0].square().sum().backward()
+    for _ in range(2):  # with averages, the second step rests
+        optimizer.zero_grad()
+        layer(x, x, x)[0].square().sum().backward()
+        optimizer.step()
+        assert_same(grads(layer), grads(whole), tolerance=1e-9)
+    assert 0 < len(grads(layer)) < 4
+
+
 @works("nn.MultiheadAttention", section="Layers", mode="deferred")
 @pytest.mark.parametrize("bias", [True, False])
 def test_attention_that_is_called_in_both_ways_solves_each_projections_sum(bias: bool) -> None:

@@ -417,11 +417,11 @@ class System(Equation):
 
     def _new_leaves(self, device: torch.device, dtype: torch.dtype) -> Iterator[Tensor]:
         layout = self.summed_layout
-        groups, _, features, _ = layout.sizes
-        diagonal = DIAGONAL in layout.spaces
-        shapes = [(groups, features) if diagonal else (groups, features, features)]
         self.ones = isinstance(layout, Affine) and layout.bias
-        for shape in [*shapes, ()] if self._counts() and not self.ones else shapes:
+        shapes = [self.gram_shape]
+        if self._counts() and not self.ones:
+            shapes.append(torch.Size())
+        for shape in shapes:
             leaf = torch.zeros((), device=device, dtype=dtype).expand(shape).requires_grad_()
             leaf.register_hook(weakly(self, System._note_sum))
             if several_ranks():
@@ -430,11 +430,10 @@ class System(Equation):
 
     def _note_sum(self, summand: Tensor | None) -> None:
         """The pass has come to a leaf: S is about to be added to, or rows have come instead."""
-        arrived = [rows for own, rows in self._arriving if own == backward_pass()]
-        if summand is not None or arrived:
+        if summand is not None or self._arriving:
             self.cluster.watch.notice(summed=True)
-        if arrived:
-            self._rows += arrived
+        if self._arriving:
+            self._rows += [rows for own, rows in self._arriving if own == backward_pass()]
             self._arriving = [kept for kept in self._arriving if kept[0] != backward_pass()]
 
     def _note_complete(self, _: Tensor) -> None:

@@ -253,10 +253,7 @@ def _part_bytes(layer: ProximalLayer, part: Part, width: int | None) -> int:
     equation = equation_of("", layer, part, width)
     if not equation.trained:
         return 0
-    layout = equation.layout
-    groups, _, features, _ = layout.sizes
-    numbers = groups * features * (1 if DIAGONAL in layout.spaces else features)
-    return numbers * precision(equation.parameters[0]).itemsize
+    return equation.gram_shape.numel() * precision(equation.parameters[0]).itemsize
 
 
 def check_shared(model: nn.Module, choices: dict[str, Choice], width: int | None) -> None:

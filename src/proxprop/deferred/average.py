@@ -21,6 +21,7 @@ from proxprop.deferred.preconditioner import (
     absolute_form,
     absolute_numbers,
     fill,
+    inverted_together,
     relative_form,
     relative_numbers,
     room,
@@ -156,6 +157,10 @@ def clean(step: Term) -> None:
             tensor.masked_fill_(broken, 0.0)
 
 
+Asked = tuple[Operator, Term, Tensor | None]
+"""An operator to be made anew, the average that it is made from, and the number of samples in this step."""
+
+
 class Averages:
     """The running averages of a model. Those that other ranks own have a shape here but no memory.
 
@@ -250,9 +255,9 @@ class Averages:
     def _unused(self, steps: Mapping[Cluster, Sequence[Term]]) -> Iterator[Term]:
         """Averages of systems that share parameters with those of a step but were not used in it: they age too."""
         for cluster, terms in steps.items():
-            used = {term.equation for term in terms}
-            if len(used) == len(cluster.systems):
+            if len(terms) == len(cluster.systems):
                 continue
+            used = {term.equation for term in terms}
             held = (self.averages.get(system) for system in cluster.systems if system not in used)
             yield from (average for average in held if average is not None and not average.S.is_meta)
 
@@ -266,14 +271,26 @@ class Averages:
 
     def _invert(self, clusters: Mapping[Cluster, Tensor | None]) -> None:
         """Make the operators of clusters anew, given each one's number of samples in this step."""
-        asked: list[tuple[Operator, Term, Tensor | None]] = []
+        alike: dict[tuple[object, ...], list[Asked]] = {}
         for cluster, samples in clusters.items():
             terms = [*self._joined(cluster)]
             self._make_room(cluster, terms)
-            if cluster.mine:
-                asked += [(pair[1], term, samples) for pair, term in zip(cluster.pairs, terms, strict=True)]
-        failures = fill((operator, self._form(term, samples)) for operator, term, samples in asked)
-        for (_, term, _), failed in zip(asked, failures, strict=True):
+            if not cluster.mine:
+                continue
+            for (equation, operator), term in zip(cluster.pairs, terms, strict=True):
+                S, numbers = term.S, (self._numbers(equation), equation.layer.scaling, self._sizes(equation))
+                kind = type(operator), S.shape, S.dtype, S.device, numbers
+                alike.setdefault(kind, []).append((operator, term, samples))
+        for members in alike.values():
+            count = inverted_together(members[0][1].S.nbytes)
+            for start in range(0, len(members), count):
+                self._fill(members[start : start + count])
+
+    def _fill(self, members: Sequence[Asked]) -> None:
+        """Make alike operators anew."""
+        operators, terms, samples = zip(*members, strict=True)
+        failures = fill(operators, self._form(terms, samples))
+        for term, failed in zip(terms, failures, strict=False):
             term.equation.layer._note_failure(failed)
 
     def _make_room(self, cluster: Cluster, terms: Iterable[Term]) -> None:
@@ -299,15 +316,21 @@ class Averages:
             return relative_numbers(self.running.damping)
         return absolute_numbers(equation.layer._settings)
 
-    def _form(self, term: Term, samples: Tensor | None) -> Form:
+    @staticmethod
+    def _sizes(equation: Equation) -> tuple[int, int]:
+        """The layer's features, and in how many blocks they are."""
+        layout = equation.layout
+        count, whole = (layout.count, layout.whole) if isinstance(layout, BlockLayout) else (1, layout)
+        return whole.sizes.features, count
+
+    def _form(self, terms: Sequence[Term], samples: Sequence[Tensor | None]) -> Form:
+        """The forms of alike averages, as groups of one."""
+        S, (first, *_) = torch.cat([term.S for term in terms]), terms
         if self.running.damping is not None:
-            layout = term.equation.layout
-            count, whole = (layout.count, layout.whole) if isinstance(layout, BlockLayout) else (1, layout)
-            return relative_form(term.S, self.running.damping, whole.sizes.features, count)
-        assert samples is not None
-        assert term.samples is not None
-        S = term.S * (samples / term.samples.clamp(min=1e-30))
-        return absolute_form(S, samples, term.equation.layer._settings)
+            return relative_form(S, self.running.damping, *self._sizes(first.equation))
+        now, averaged = _for_groups(samples, S), _for_groups([term.samples for term in terms], S)
+        S.mul_(now / averaged.clamp(min=1e-30))
+        return absolute_form(S, now, first.equation.layer._settings)
 
     def _start(self, cluster: Cluster, names: Iterable[str]) -> None:
         """Start averages of the systems of these names with zeros, for what was saved to be copied into."""
@@ -374,14 +397,20 @@ class Averages:
         for name, tensor, cluster, owned in self._entries():
             expected.add(name)
             if cluster.mine or not owned:
-                _fill(name, tensor, state)
+                _load(name, tensor, state)
         for cluster in self.clusters:
             cluster.reach(int(state[f"{cluster.name}.steps"]))
         if unknown := sorted(state.keys() - expected):
             raise ValueError(f"the state has {unknown[0]!r}, which this model has no use for")
 
 
-def _fill(name: str, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
+def _for_groups(counts: Sequence[Tensor | None], S: Tensor) -> Tensor:
+    """Numbers of samples of systems, to multiply their stacked S with."""
+    stacked = torch.stack([count for count in counts if count is not None])
+    return stacked.repeat_interleave(len(S) // len(stacked)).view(-1, *[1] * (S.dim() - 1))
+
+
+def _load(name: str, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
     if name not in state:
         raise ValueError(f"the state has no {name!r}, which this model needs")
     if state[name].shape != tensor.shape:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from proxprop.nn.layer import Part, ProximalLayer
-from proxprop.solvers import FEATURE, Sizes
+from proxprop.solvers import DIAGONAL, FEATURE, Sizes
 from proxprop.solvers.matmul import transposed_square
 from proxprop.transfer import Affine, LinearTransfer, Shapes, Transfer
 from proxprop.transfer.transfer import Layout, Parameters
@@ -106,6 +106,17 @@ class Equation:
         if self._layout is None or self._layout[0] != shapes:
             self._layout = shapes, self.layout_of(shapes)
         return self._layout[1]
+
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether S is a diagonal."""
+        return DIAGONAL in self.layout.spaces
+
+    @property
+    def gram_shape(self) -> torch.Size:
+        """The shape of S: `[groups, features, features]`, or `[groups, features]` of a diagonal."""
+        groups, _, features, _ = self.layout.sizes
+        return torch.Size([groups, features] if self.is_diagonal else [groups, features, features])
 
     def meets(self, other: "Equation", trained: bool = False) -> bool:
         """Whether the two have a row in common, or one that is trained."""

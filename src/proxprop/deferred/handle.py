@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from proxprop.deferred.accumulator import Inputs, System
 from proxprop.deferred.average import Averages, Running
 from proxprop.deferred.equation import Term, components, join
-from proxprop.deferred.observing import Attachment, Cluster, Pair, Passes
+from proxprop.deferred.observing import Attachment, Cluster, Pair
 from proxprop.deferred.owners import settle
 from proxprop.deferred.preconditioner import RowSolve, Solve, absolute_form
 from proxprop.deferred.reduction import Ranks, Reduction
@@ -89,8 +89,7 @@ class Attached(Joinable):
         parts = self._systems(running)
         self.systems = [system for systems in parts.values() for system in systems.values()]
         update_every = running.update_every if running is not None else 1
-        passes = Passes()
-        self.clusters = [Cluster(systems, passes, update_every) for systems in components(self.systems)]
+        self.clusters = [Cluster(systems, update_every) for systems in components(self.systems)]
         self.averages = Averages(running, self.clusters) if running is not None else None
         self.directions = Directions(kept=running is not None)
         attached = {choice.layer for choice in self.choices.values()}

@@ -14,10 +14,9 @@ from proxprop.deferred.accumulator import System
 from proxprop.deferred.collectives import Group
 from proxprop.deferred.equation import Equation, Term
 from proxprop.deferred.owners import Route, Way
-from proxprop.deferred.preconditioner import Operator
+from proxprop.deferred.preconditioner import Operator, inverted_together
 from proxprop.distributed import check_layer, local, mesh_of, several_ranks, whole
 from proxprop.nn import ProximalLayer
-from proxprop.solvers import DIAGONAL
 from proxprop.torch_internals import (
     active_ddp,
     after_backward_pass,
@@ -39,7 +38,6 @@ class Cluster:
 
     Args:
         systems: the systems.
-        passes: the model's backward passes.
         update_every: S is summed in the first of so many steps.
 
     Attributes:
@@ -54,7 +52,7 @@ class Cluster:
         route: how directions come from there; None where there is one rank.
     """
 
-    def __init__(self, systems: Sequence[System], passes: "Passes", update_every: int = 1) -> None:
+    def __init__(self, systems: Sequence[System], update_every: int = 1) -> None:
         self.systems, self._update_every = systems, update_every
         self.parameters = list({p: None for system in systems for p in system.parameters})
         self.ids = {id(p) for p in self.parameters}  # tensors are slow to hash
@@ -62,7 +60,7 @@ class Cluster:
         self._made_for: list[bool] = []
         self.settle(0)
         self.reach(0)
-        self.watch = Watch(self, passes)
+        self.watch = Watch(self)
         for system in systems:
             system.join(self)
 
@@ -93,8 +91,8 @@ class Cluster:
     @property
     def cost(self) -> float:
         """How long the average takes to be inverted, in any unit; nothing where it is small."""
-        layouts = [system.layout for system in self.systems if system.usual and system.trained]
-        sizes = [layout.sizes for layout in layouts if DIAGONAL not in layout.spaces]
+        matrices = [s for s in self.systems if s.usual and s.trained and not s.is_diagonal]
+        sizes = [system.layout.sizes for system in matrices]
         large = (size for size in sizes if size.features >= tuning.TURNS_LEAST_FEATURES)
         return sum(size.groups * float(size.features) ** 3 for size in large)
 
@@ -102,10 +100,8 @@ class Cluster:
     def together(self) -> int:
         """How many averages like this one a GPU inverts at a time, which takes less than one after the other."""
         leaves = [system.leaves[0] for system in self.systems if system.usual and system.trained]
-        size = max(
-            (leaf.nbytes for leaf in leaves if leaf.is_cuda), default=tuning.INVERTED_TOGETHER_MOST_BYTES
-        )
-        return max(1, tuning.INVERTED_TOGETHER_MOST_BYTES // max(size, 1))
+        sizes = [leaf.nbytes for leaf in leaves if leaf.is_cuda]
+        return inverted_together(max(sizes)) if sizes else 1
 
     def settle(
         self, turn: int, owner: int = 0, route: Route | None = None, group: Group | None = None
@@ -146,25 +142,6 @@ Mark = tuple[int, int] | None
 """How often a gradient was written to, and where it lies: DDP may put it elsewhere, where writes are counted anew."""
 
 
-class Passes:
-    """The backward passes of a model: what they came to is looked at when they end, in one call for all layers."""
-
-    def __init__(self) -> None:
-        self._task, self._noticed = -1, list[tuple[Watch, list[Mark], bool]]()
-
-    def note(self, task: int, watch: "Watch", before: list[Mark], mixed: bool) -> None:
-        """The running pass has come to a cluster: its gradients before, and whether they hold a direction."""
-        if task != self._task:
-            self._task, self._noticed = task, []
-            after_backward_pass(partial(self._end, self._noticed))
-        self._noticed.append((watch, before, mixed))
-
-    def _end(self, noticed: list[tuple["Watch", list[Mark], bool]]) -> None:
-        self._task = -1
-        for watch, before, mixed in noticed:
-            watch.note_pass(before, mixed)
-
-
 class Watch:
     """Keeps S in step with the gradient that it belongs to: started anew when the user zeroes it, and never mixed.
 
@@ -177,17 +154,15 @@ class Watch:
 
     Args:
         cluster: the systems.
-        passes: the model's backward passes.
 
     Attributes:
         waiting: whether backward passes, here or on other ranks, have brought something to solve for.
         resting: whether backward passes are looked at without Python.
     """
 
-    def __init__(self, cluster: Cluster, passes: Passes) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.systems, self.parameters = cluster, cluster.systems, cluster.parameters
         self.waiting = self.resting = False
-        self._passes = passes
         self._arrived: list[Tensor] = []
         self._spread = any(mesh_of(p) is not None for p in self.parameters)
         self._task = -1
@@ -272,18 +247,18 @@ class Watch:
         task = backward_pass()
         if task != self._task:
             self._task, self._summed = task, summed
-            self._begin_pass(task)
+            self._begin_pass()
         elif summed:
             self._summed = True
 
-    def _begin_pass(self, task: int) -> None:
+    def _begin_pass(self) -> None:
         for system in self.systems:
             if system.holds:
                 self.forget_if_zeroed()
                 break
         before = self._marks()
         mixed = any(before) and (self._holds_direction(before) or (self._mixed and before == self._seen))
-        self._passes.note(task, self, before, mixed)
+        after_backward_pass(partial(self._end_pass, before, mixed))
 
     def note_average(self) -> None:
         """A backward pass begins whose gradients are averaged over ranks; this one may not have used the layer."""
@@ -353,8 +328,13 @@ class Watch:
             for system in self.systems:
                 system.clear_where(zeroed)
 
-    def note_pass(self, before: list[Mark], mixed: bool) -> None:
-        """A backward pass has ended: remember the gradients that S belongs to, and whether they hold a direction."""
+    def _end_pass(self, before: list[Mark], mixed: bool) -> None:
+        """Remember the gradients that S belongs to, and whether they hold a direction.
+
+        Args:
+            before: the gradients when the pass began.
+            mixed: whether they held a direction then.
+        """
         self._task = -1
         self._seen = self._marks()
         changed = self._seen != before

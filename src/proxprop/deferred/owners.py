@@ -19,7 +19,7 @@ import torch
 from proxprop.deferred.collectives import Group, packed_size
 from proxprop.deferred.equation import Equation
 from proxprop.distributed import cut_dimension, cuts, mesh_of
-from proxprop.solvers import DIAGONAL, Exact
+from proxprop.solvers import Exact
 from proxprop.transfer import Shapes
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ def turns(
     share = sum(costs) / invert_every if update_every > 1 else 0.0
     load = [share if step % update_every == 0 else 0.0 for step in range(invert_every)]
     found = [0] * len(costs)
-    for chunk in _chunks(costs, together or [1] * len(costs)):
-        cost = sum(costs[index] for index in chunk)
+    chunks = [(sum(costs[i] for i in chunk), chunk) for chunk in _chunks(costs, together or [1] * len(costs))]
+    for cost, chunk in sorted(chunks, key=lambda chunk: -chunk[0]):
         turn = load.index(min(load)) if cost else 0
         load[turn] += cost
         for index in chunk:
@@ -107,8 +107,8 @@ def turns(
 
 
 def _chunks(costs: Sequence[float], together: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Layers that have a turn in common, the most expensive first; those that cost as much are shared out evenly."""
-    ordered = sorted(range(len(costs)), key=lambda i: -costs[i])
+    """Layers that have a turn in common: of those that cost as much, about as many in each."""
+    ordered = sorted(range(len(costs)), key=lambda i: (-costs[i], together[i]))
     for _, group in groupby(ordered, key=lambda i: (costs[i], together[i])):
         alike = list(group)
         count = -(-len(alike) // together[alike[0]])
@@ -250,7 +250,7 @@ def _only_way(cluster: "Cluster", running: "Running | None") -> tuple[Way, str]:
     """The only way that directions can come from an owner, and why; no reason where both ways are possible."""
     if not any(system.trained for system in cluster.systems):
         return "gradient", "it is not trained yet"
-    if any(system.trained and DIAGONAL in system.layout.spaces for system in cluster.systems):
+    if any(system.trained and system.is_diagonal for system in cluster.systems):
         return "inverse", "its S is a diagonal, and sent as one"
     if running is None:
         return "gradient", "its S is another one in each step, and solved with by its owner alone"

@@ -1,6 +1,6 @@
 """What turns a gradient into a direction: `B -> factor·(λI + M)⁻¹B`, by a solver, from rows, or by an inverse."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Exact, Sizes, Solutio
 from proxprop.solvers.cholesky import factorize_whole
 from proxprop.solvers.matmul import transposed_product
 from proxprop.solvers.plan import remembered_plan
+from proxprop.torch_internals import copy_all
 from proxprop.transfer import LinearTransfer
 
 
@@ -50,7 +51,7 @@ def relative_form(S: Tensor, damping: float, features: int, blocks: int = 1) -> 
     """`(1 + ρ)·c·(ρcI + S)⁻¹B` with c the mean of S's diagonal, for each group: the scale of S drops out.
 
     Where S is c times the identity this is B itself, whatever ρ; as ρ grows it tends to B. It is B too where S is
-    zero, which says nothing of inputs to come: those of an expert that saw no token yet.
+    zero, which says nothing of inputs to come: those of an expert that saw no token yet. S is overwritten.
 
     Args:
         S: any multiple of it gives the same.
@@ -62,9 +63,9 @@ def relative_form(S: Tensor, damping: float, features: int, blocks: int = 1) -> 
     mean = diagonal.reshape(len(S) // blocks, -1).sum(-1) / features
     mean = mean[:, None].expand(-1, blocks).reshape(-1, *[1] * (S.dim() - 1))
     unseen = mean == 0
-    M = S / torch.where(unseen, 1.0, mean)
-    (M if M.dim() == 2 else M.diagonal(dim1=-2, dim2=-1)).add_(unseen.view(-1, 1))
-    return Form(M, *relative_numbers(damping))
+    S.div_(torch.where(unseen, 1.0, mean))
+    diagonal.add_(unseen.view(-1, 1))
+    return Form(S, *relative_numbers(damping))
 
 
 def relative_numbers(damping: float) -> tuple[float, float]:
@@ -241,47 +242,30 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def fill(asked: Iterable[tuple[Operator, Form]]) -> list[Tensor | None]:
-    """Make operators anew, each for its form.
+def inverted_together(size: int) -> int:
+    """How many averages of so many bytes are inverted at a time: their copies should not take much memory."""
+    return max(1, tuning.INVERTED_TOGETHER_MOST_BYTES // max(size, 1))
 
-    Matrices of one size are inverted together, as groups of one system, but only so many that their copies do not take
-    much memory.
+
+def fill(operators: Sequence[Operator], form: Form) -> Sequence[Tensor]:
+    """Make alike operators anew.
+
+    Args:
+        operators: all of one kind.
+        form: their forms, with all matrices as groups of one M, which is overwritten.
 
     Returns:
-        For each operator, whether it failed to be made for each of its groups, where that can be.
+        For each inverse, whether it failed to be made for each of its groups; nothing where a solver is asked.
     """
-    failed: list[Tensor | None] = []
-    waiting: dict[tuple[object, ...], dict[int, tuple[Operator, Form]]] = {}
-    for place, (operator, form) in enumerate(asked):
-        failed.append(None)
-        if isinstance(operator, Solve):
-            operator.kept.copy_(form.M)
-            continue
-        alike = form.M.shape[1:], form.M.dtype, form.M.device, form.damping, form.factor
-        members = waiting.setdefault(alike, {})
-        members[place] = operator, form
-        if (len(members) + 1) * form.M.nbytes > tuning.INVERTED_TOGETHER_MOST_BYTES:
-            _invert_into(failed, waiting.pop(alike))
-    for members in waiting.values():
-        _invert_into(failed, members)
-    return failed
-
-
-def _invert_into(failed: list[Tensor | None], members: Mapping[int, tuple[Operator, Form]]) -> None:
-    """Fill inverses of one size, and set each one's failures in its place."""
-    for place, flag in zip(members, _invert([*members.values()]), strict=True):
-        failed[place] = flag
-
-
-def _invert(members: Sequence[tuple[Operator, Form]]) -> list[Tensor]:
-    """Fill inverses of one size; returns each one's failures."""
-    forms = [form for _, form in members]
-    M = forms[0].M if len(forms) == 1 else torch.cat([form.M for form in forms])
-    X, failed = inverse(M, forms[0].damping)
-    sizes = [len(form.M) for form in forms]
-    for (operator, _), own in zip(members, X.split(sizes), strict=True):
-        torch.mul(own, forms[0].factor, out=operator.kept)
-    return list(failed.split(sizes))
+    groups = len(form.M) // len(operators)
+    if isinstance(operators[0], Solve):
+        copy_all([operator.kept for operator in operators], form.M.split(groups))
+        return ()
+    X, failed = inverse(form.M, form.damping)
+    for operator, own in zip(operators, X.split(groups), strict=True):
+        torch.mul(own, form.factor, out=operator.kept)
+    failures: Sequence[Tensor] = failed.split(groups)
+    return failures
 
 
 def borrowed(operator: Operator, device: torch.device) -> Operator:

@@ -13,7 +13,7 @@ around all others, all is sent when a step is solved.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -27,8 +27,6 @@ from proxprop.deferred.equation import Term
 from proxprop.deferred.observing import Cluster, by_group
 from proxprop.distributed import is_sharded, local, mesh_of, several_ranks
 from proxprop.torch_internals import active_ddp, averages_gradients, timeout, tree_flatten
-
-Sent = tuple[list[System], Bucket]
 
 
 class Ranks:
@@ -99,10 +97,13 @@ class Round:
     Args:
         group: the ranks to sum over.
         systems: in the order to send them.
+
+    Attributes:
+        sent: what is on its way, and the systems that it is from.
     """
 
     def __init__(self, group: Group, systems: Sequence[System]) -> None:
-        self.sent: list[Sent] = []
+        self.sent: list[tuple[list[System], Bucket]] = []
         self._group, self._reached = group, Counter[System]()
         owners = [system.cluster.owner for system in systems]
         found = buckets([system.leaves[0] for system in systems], owners, group.limit)
@@ -114,11 +115,15 @@ class Round:
         while self._left and all(self._reached[s] >= len(s.leaves) for s in self._left[0]):
             self._send()
 
-    def complete(self) -> list[Sent]:
-        """Send the rest, and return all that was sent."""
+    def complete(self) -> Iterator[tuple[System, list[Tensor]]]:
+        """Send the rest, and wait for what was sent: a system, and what each of its leaves sums to."""
         while self._left:
             self._send()
-        return self.sent
+        while self.sent:
+            systems, bucket = self.sent.pop(0)
+            tensors = iter(bucket.wait())
+            for system in systems:
+                yield system, [next(tensors) for _ in system.leaves]
 
     def _send(self) -> None:
         for _, bucket in self.sent:
@@ -141,7 +146,6 @@ class Reduction:
     def __init__(self, model: nn.Module, systems: Sequence[System], settle: Callable[[Ranks], None]) -> None:
         self.ranks, self.systems, self._settle = Ranks(model), list(systems), settle
         self._round: Round | None = None
-        self._sent: list[Sent] = []
         self._totals: dict[System, list[Tensor]] = {}
         self._hook: Any = None
         layers = Counter(system.layer for system in systems)
@@ -181,7 +185,6 @@ class Reduction:
         systems = [system for cluster in clusters for system in cluster.systems]
         self._end_round()
         self._send_now([system for system in systems if system.leaves])
-        self._arrive()
         found: dict[Cluster, list[Term]] = {}
         for system in systems:
             if sums := self._totals.pop(system, None):
@@ -191,8 +194,7 @@ class Reduction:
 
     def _send_now(self, systems: Sequence[System]) -> None:
         """Send what no round was about: what came after a round or in a first step, or all of it."""
-        covered = {system for sent, _ in self._sent for system in sent} | self._totals.keys()
-        waiting = [s for s in systems if s.S is not None or s not in covered]
+        waiting = [s for s in systems if s.S is not None or s not in self._totals]
         # a rank that did not use a layer in this step has a say in it all the same
         known = {system.layer for system in self._in_use}
         begun = self._agree([s for s in waiting if s.layer not in known and s.cluster.watch.waiting])
@@ -200,7 +202,7 @@ class Reduction:
             return
         for group, clusters in by_group(dict.fromkeys(system.cluster for system in waiting)):
             mine = [s for s in waiting if s.cluster in clusters and s in self._in_use]
-            self._sent += Round(group, mine).complete()
+            self._arrive(Round(group, mine))
         for system in waiting:
             if system.S is not None:
                 raise RuntimeError(
@@ -222,16 +224,18 @@ class Reduction:
         self._in_use |= {system for system, flag in zip(systems, flags, strict=True) if flag}
         return any(flags)
 
-    def _arrive(self) -> None:
-        """Wait for what was sent, and add it to the totals."""
-        while self._sent:
-            systems, bucket = self._sent.pop(0)
-            tensors = iter(bucket.wait())
-            for system in systems:
-                found = [next(tensors) for _ in system.leaves]
-                for total, more in zip(self._totals.setdefault(system, found), found, strict=True):
-                    if total is not more:
-                        total.add_(more)
+    def _end_round(self) -> None:
+        """Take in what was sent in the last pass in which gradients were averaged, if it is not done yet."""
+        if self._round is not None:
+            ended, self._round = self._round, None
+            self._arrive(ended)
+
+    def _arrive(self, ended: Round) -> None:
+        """Add what a round has summed to the totals."""
+        for system, found in ended.complete():
+            for total, more in zip(self._totals.setdefault(system, found), found, strict=True):
+                if total is not more:
+                    total.add_(more)
 
     def _watch(self, around: Any) -> None:
         """Settle owners while all ranks are here, and have what is around the model tell when backward begins."""
@@ -256,7 +260,6 @@ class Reduction:
     def _begin(self, synchronised: bool) -> None:
         """A backward pass begins: end the round before it, and start one if gradients will be averaged."""
         self._end_round()
-        self._arrive()
         self._drop_zeroed()
         # what passes under `no_sync` summed is sent with this one, which may not come to the layer on this rank
         for cluster in dict.fromkeys(system.cluster for system in self.systems if system.holds):
@@ -269,11 +272,6 @@ class Reduction:
             system.cluster.watch.note_average()
         takes_part = [s for s in together if s.leaves and s in self._in_use and s.cluster.observed]
         self._round = Round(group, takes_part)
-
-    def _end_round(self) -> None:
-        if self._round is not None:
-            self._sent += self._round.complete()
-            self._round = None
 
     def _drop_zeroed(self) -> None:
         """Forget totals whose gradient the user has zeroed without a step; decided on the device."""

@@ -33,7 +33,7 @@ from proxprop.deferred.preconditioner import (
 from proxprop.device import float32_products, no_autocast
 from proxprop.distributed import box, local, mesh_of
 from proxprop.replay import are_small, replays
-from proxprop.solvers import DIAGONAL, Solution
+from proxprop.solvers import Solution
 from proxprop.torch_internals import copy_all
 from proxprop.transfer import (
     Affine,
@@ -351,7 +351,7 @@ def write_direction(equation: Equation, operator: Operator, whole: Whole | None 
         operator: what to apply to B.
         whole: tensors that hold B instead, where parameters are sharded.
     """
-    if DIAGONAL in equation.layout.spaces:
+    if equation.is_diagonal:
         assert isinstance(operator, Solve)
         _rescale(equation.trained[0].parameter, operator, whole)
         return
