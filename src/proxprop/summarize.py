@@ -99,15 +99,15 @@ class Summary:
             "parameters",
             "solved in",
             "extra FLOPs",
-            "extra memory",
-            "S if deferred",
-            "why or how",
+            "memory",
+            "deferred S",
+            "how",
         )
         lines = [header, *(_cells(row) for row in self.rows)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-        text = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
-        ]
+        full = [line for line in lines if len(line) == len(header)]
+        widths = [max(len(line[column]) for line in lines) for column in range(EXPLICIT - 1)]
+        widths += [max(len(line[column]) for line in full) for column in range(EXPLICIT - 1, len(header))]
+        text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)) for line in lines]
         rule = "  ".join("-" * width for width in widths)
         return "\n".join(line.rstrip() for line in [text[0], rule, *text[1:], *self._totals()])
 
@@ -141,11 +141,18 @@ class Summary:
             yield f"in deferred mode (attach){S}: {other:.3g}, {other / plain:.2f}x"
 
 
+EXPLICIT = 4
+"""How many cells the row of an explicit layer has: its last one, the reason, runs on over the columns of numbers."""
+
+
 def _flops(plans: Iterable[tuple[Plan, ...]]) -> float:
     return sum(plan.flops for found in plans for plan in found)
 
 
 def _cells(row: LayerSummary) -> tuple[str, ...]:
+    name = (row.name or "(model)", row.kind, f"{row.parameters:,}")
+    if row.plan is None and row.gram_bytes is None:
+        return (*name, row.reason)
     where = flops = memory = ""
     gram = in_units(row.gram_bytes) if row.gram_bytes is not None else ""
     if row.plan is not None:
@@ -154,7 +161,7 @@ def _cells(row: LayerSummary) -> tuple[str, ...]:
         memory = in_units(row.plan.bytes)
     how = row.plan.backend if row.plan is not None else ""
     reason = ", ".join(filter(None, [row.reason, how]))
-    return (row.name or "(model)", row.kind, f"{row.parameters:,}", where, flops, memory, gram, reason)
+    return (*name, where, flops, memory, gram, reason)
 
 
 def summary(model: nn.Module, example: Any) -> Summary:
@@ -178,10 +185,10 @@ def summary(model: nn.Module, example: Any) -> Summary:
         >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
         >>> model = proxprop.convert(model, proxprop.CG(3))
         >>> print(summary(model, torch.zeros(16, 64)))
-        layer  kind    parameters  solved in  extra FLOPs  extra memory  S if deferred  why or how
-        -----  ------  ----------  ---------  -----------  ------------  -------------  ---...
-        0      Linear  2,080       sample     0.41x        9 KiB         16.5 KiB       torch
-        2      Linear  330                                                              the last layer: ...
+        layer  kind    parameters  solved in  extra FLOPs  memory  deferred S  how
+        -----  ------  ----------  ---------  -----------  ------  ----------  -----
+        0      Linear  2,080       sample     0.41x        9 KiB   16.5 KiB    torch
+        2      Linear  330         the last layer: explicit in the paper; include_last=True converts it
         1 of 2 modules converted, 86.3% of 2,410 parameters
         extra FLOPs: 8.24e+04, 0.41x BackProp's for the converted layers
         in deferred mode (attach): 3.99e+05, 2.00x
