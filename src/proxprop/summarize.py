@@ -107,7 +107,9 @@ class Summary:
         full = [line for line in lines if len(line) == len(header)]
         widths = [max(len(line[column]) for line in lines) for column in range(EXPLICIT - 1)]
         widths += [max(len(line[column]) for line in full) for column in range(EXPLICIT - 1, len(header))]
-        text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)) for line in lines]
+        text = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)) for line in lines
+        ]
         rule = "  ".join("-" * width for width in widths)
         return "\n".join(line.rstrip() for line in [text[0], rule, *text[1:], *self._totals()])
 
