@@ -28,12 +28,12 @@ Ratios = dict[tuple[str, str, str], float]
 
 def main() -> None:
     with styled():
-        figure = Figure(figsize=(14, 6.6), layout="constrained")
-        panels = figure.subplots(2, 4, sharey="row")
-        for row, (machine, name) in zip(panels, MACHINES.items(), strict=True):
+        figure = Figure(figsize=(9, 11), layout="constrained")
+        panels = figure.subplots(4, 2, sharey="col")
+        for column, (machine, name) in zip(panels.T, MACHINES.items(), strict=True):
             rows = json.loads((BENCH / f"{machine}.json").read_text())["rows"]
             ratios: Ratios = {(r["network"], r["method"], r["precision"]): r["ratio"] for r in rows}
-            draw(row, ratios, name)
+            draw(column, ratios, name)
         solvers = [Line2D([], [], label=method, **LOOKS[METHODS[method]]) for method in METHODS]
         dashes = [Line2D([], [], color="black", linestyle=d, label=p) for p, d in DASHES.items()]
         figure.legend(handles=[*solvers, *dashes], loc="outside lower center", ncols=6)
@@ -48,12 +48,12 @@ def draw(panels: Any, ratios: Ratios, machine: str) -> None:
     for panel, (name, places) in zip(panels[:2], by_batch.items(), strict=True):
         lines(panel, ratios, places)
         panel.set(title=f"{titles[name]}\n{machine}", xlabel="batch size")
-    panels[0].set_ylabel("time of a step / BackProp's")
     iterations(panels[2], ratios)
     panels[2].set(title=f"MLP (filled) and ConvNet, batch 500\n{machine}", xlabel="CG iterations")
     lines(panels[3], ratios, WIDTHS)
     panels[3].set(title=f"MLPs by width\n{machine}")
     for panel in panels:
+        panel.set_ylabel("time of a step / BackProp's")
         panel.axhline(1.0, color=LOOKS["backprop"]["color"], linestyle="--", linewidth=1)
 
 

@@ -18,7 +18,7 @@ model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 10))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 model, optimizer, data = accelerator.prepare(model, optimizer, data)
 attached = proxprop.wrap(optimizer, model)  # the first line
-accelerator.register_for_checkpointing(attached)  # the second: save_state and load_state have the averages
+accelerator.register_for_checkpointing(attached)  # the second: for save_state and load_state
 
 for epoch in range(3):
     for inputs, labels in data:

@@ -1,7 +1,4 @@
-"""ProxProp under Lightning's Trainer: one callback, with accumulation, clipping and a checkpoint.
-
-python examples/with_lightning.py
-"""
+"""ProxProp under Lightning's Trainer: one callback, with accumulation, clipping and a checkpoint."""
 
 import pytorch_lightning as lightning
 import torch
@@ -24,7 +21,8 @@ class Classifier(lightning.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:  # noqa: D102
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW; the callback finds it."""
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
@@ -32,8 +30,9 @@ torch.manual_seed(0)
 x, teacher = torch.randn(2048, 64) * torch.logspace(0, -1.5, 64), nn.Linear(64, 10)
 data = DataLoader(TensorDataset(x, teacher(x).argmax(dim=1)), batch_size=32, shuffle=True)
 trainer = lightning.Trainer(
-    max_epochs=3, accelerator="cpu", callbacks=[ProxPropCallback()], accumulate_grad_batches=2, gradient_clip_val=1.0,
-    logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir="out/lightning",
+    max_epochs=3, accelerator="cpu", callbacks=[ProxPropCallback()], accumulate_grad_batches=2,
+    gradient_clip_val=1.0, logger=False, enable_progress_bar=False, enable_model_summary=False,
+    default_root_dir="out/lightning",
 )  # fmt: skip
 trainer.fit(Classifier(), data)
 print(f"loss {trainer.callback_metrics['loss']:.3f} at last")

@@ -1,4 +1,4 @@
-"""ProxProp under the Trainer of `transformers`: one callback. A small GPT-2 with random weights learns source code."""
+"""ProxProp under the Trainer of `transformers`: one callback. A small GPT-2 learns source code."""
 
 import argparse
 from pathlib import Path
@@ -13,13 +13,13 @@ from proxprop.integrations.huggingface import ProxPropCallback
 class Windows(Dataset[dict[str, torch.Tensor]]):
     """Windows of 64 bytes of a module of Python's library; the Trainer shifts the labels."""
 
-    windows = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()[: 512 * 64]), dtype=torch.uint8)
+    windows = torch.tensor(list(Path(argparse.__file__).read_bytes()[: 512 * 64]))
 
     def __len__(self) -> int:
         return len(self.windows) // 64
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        window = self.windows[64 * index : 64 * index + 64].long()
+        window = self.windows[64 * index : 64 * index + 64]
         return {"input_ids": window, "labels": window}
 
 
@@ -29,7 +29,8 @@ model = GPT2LMHeadModel(
 )
 arguments = TrainingArguments(
     "out/trainer", num_train_epochs=1, per_device_train_batch_size=8, gradient_accumulation_steps=2,
-    learning_rate=3e-3, logging_steps=8, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+    learning_rate=3e-3, logging_steps=8, save_strategy="no", report_to="none", use_cpu=True,
+    disable_tqdm=True,
 )  # fmt: skip
 trainer = Trainer(model, arguments, train_dataset=Windows(), callbacks=[ProxPropCallback()])
 trainer.train()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS = str(ROOT / "constraints.txt")
-MOST_BYTES = {"whl": 1_000_000, "gz": 6_000_000}
+MOST_BYTES = {"whl": 1_000_000, "gz": 10_000_000}
 WRONG = "import proxprop, torch\nproxprop.wrap(torch.nn.Linear(1, 1), 'model')\n"
 COMPARE = (
     "compare --solvers backprop,cg:3 --optimizers sgd --lrs 0.1 --epochs 1 --seeds 1 --jobs 1 --out report"

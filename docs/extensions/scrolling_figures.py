@@ -1,7 +1,11 @@
-"""Puts every figure of a page into a box of its own, so that a phone can scroll it at a size that can be read."""
+"""Puts every figure of a page into a box of its own, so that a phone can scroll it at a size that can be read.
+
+A picture is also a link to itself, which a browser then shows at its full size.
+"""
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.util.osutil import relative_uri
 from sphinx_gallery.directives import imgsgnode
 
 BOX = "scrolling-figure"
@@ -19,7 +23,19 @@ def put_into_boxes(app: Sphinx, document: nodes.document) -> None:
             outer.replace_self(box)
 
 
+def link_to_full_size(app: Sphinx, document: nodes.document, page: str) -> None:
+    """Make the picture in each box a link to its file."""
+    if app.builder.format != "html":
+        return
+    boxes = document.findall(lambda node: isinstance(node, nodes.container) and BOX in node["classes"])
+    for picture in [image for box in boxes for image in box.findall(nodes.image)]:
+        file = app.env.images[picture["uri"]][1]
+        address = relative_uri(app.builder.get_target_uri(page), f"{app.builder.imagedir}/{file}")
+        picture.replace_self(nodes.reference("", "", picture.deepcopy(), refuri=address, internal=True))
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Look at each page when it has been read."""
+    """Look at each page when it has been read, and when its pictures have names."""
     app.connect("doctree-read", put_into_boxes)
+    app.connect("doctree-resolved", link_to_full_size)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

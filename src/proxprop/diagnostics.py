@@ -55,7 +55,8 @@ def observe(model: nn.Module) -> Iterator[dict[str, list[Report]]]:
 
     Example:
         >>> import proxprop
-        >>> model = proxprop.convert(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), proxprop.Exact())
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> model = proxprop.convert(model, proxprop.Exact())
         >>> with observe(model) as reports:
         ...     model(torch.randn(16, 4)).square().sum().backward()
         >>> bool(reports["0"][0].residual.max() < 1e-3)

@@ -60,7 +60,7 @@ def bound(
         >>> bounded = proxprop.bound(optimizer)
         >>> model(torch.ones(1, 4)).sum().backward()
         >>> optimizer.step()
-        >>> f"{(model.weight.detach() - 1).norm():.3f}"  # 0.1 of 2, and a little less: the budget counts too
+        >>> f"{(model.weight.detach() - 1).norm():.3f}"  # 0.1 of 2, less the budget
         '0.199'
     """
     if not isinstance(optimizer, Optimizer):

@@ -93,10 +93,13 @@ class Summary:
         return sum(row.gram_bytes or 0 for row in self.rows)
 
     def __str__(self) -> str:
-        lines = [tuple(COLUMNS.split(", ")), *(_cells(row) for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        header = tuple(COLUMNS.split(", "))
+        lines = [header, *(_cells(row) for row in self.rows)]
+        full = [line for line in lines if len(line) == len(header)]
+        widths = [max(len(line[column]) for line in lines) for column in range(EXPLICIT - 1)]
+        widths += [max(len(line[column]) for line in full) for column in range(EXPLICIT - 1, len(header))]
         text = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)) for line in lines
         ]
         rule = "  ".join("-" * width for width in widths)
         return "\n".join(line.rstrip() for line in [text[0], rule, *text[1:], *self._totals()])
@@ -131,8 +134,11 @@ class Summary:
             yield f"in deferred mode (attach){S}: {other:.3g}, {other / plain:.2f}x"
 
 
-COLUMNS = "layer, kind, parameters, solved in, extra FLOPs, extra memory, S if deferred, why or how"
+COLUMNS = "layer, kind, parameters, solved in, extra FLOPs, memory, deferred S, how"
 """Titles of the table's columns."""
+
+EXPLICIT = 4
+"""How many cells the row of an explicit layer has: its last one, the reason, runs on over the columns of numbers."""
 
 
 def _flops(plans: Iterable[tuple[Plan, ...]]) -> float:
@@ -140,6 +146,9 @@ def _flops(plans: Iterable[tuple[Plan, ...]]) -> float:
 
 
 def _cells(row: LayerSummary) -> tuple[str, ...]:
+    name = (row.name or "(model)", row.kind, f"{row.parameters:,}")
+    if row.plan is None and row.gram_bytes is None:
+        return (*name, row.reason)
     where = flops = memory = ""
     gram = in_units(row.gram_bytes) if row.gram_bytes is not None else ""
     if row.plan is not None:
@@ -148,7 +157,7 @@ def _cells(row: LayerSummary) -> tuple[str, ...]:
         memory = in_units(row.plan.bytes)
     how = row.plan.backend if row.plan is not None else ""
     reason = ", ".join(filter(None, [row.reason, how]))
-    return (row.name or "(model)", row.kind, f"{row.parameters:,}", where, flops, memory, gram, reason)
+    return (*name, where, flops, memory, gram, reason)
 
 
 def summary(model: nn.Module, example: Any) -> Summary:
@@ -172,10 +181,10 @@ def summary(model: nn.Module, example: Any) -> Summary:
         >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
         >>> model = proxprop.convert(model, proxprop.CG(3))
         >>> print(summary(model, torch.zeros(16, 64)))
-        layer  kind    parameters  solved in  extra FLOPs  extra memory  S if deferred  why or how
-        -----  ------  ----------  ---------  -----------  ------------  -------------  ---...
-        0      Linear  2,080       sample     0.41x        9 KiB         16.5 KiB       torch
-        2      Linear  330                                                              the last layer: ...
+        layer  kind    parameters  solved in  extra FLOPs  memory  deferred S  how
+        -----  ------  ----------  ---------  -----------  ------  ----------  -----
+        0      Linear  2,080       sample     0.41x        9 KiB   16.5 KiB    torch
+        2      Linear  330         the last layer: explicit in the paper; include_last=True converts it
         1 of 2 modules converted, 86.3% of 2,410 parameters
         extra FLOPs: 8.24e+04, 0.41x BackProp's for the converted layers
         in deferred mode (attach): 3.99e+05, 2.00x

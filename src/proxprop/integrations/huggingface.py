@@ -34,7 +34,7 @@ class ProxPropCallback(Session, TrainerCallback):
         attached: the handle while training runs; None otherwise.
 
     Example:
-        >>> callback = ProxPropCallback(exclude=["score"])  # Trainer(model, args, callbacks=[callback], ...)
+        >>> callback = ProxPropCallback(exclude=["score"])  # Trainer(..., callbacks=[callback])
     """
 
     _hook: RemovableHandle | None = None

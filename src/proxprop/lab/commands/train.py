@@ -75,7 +75,7 @@ def train(
     Examples:
         proxprop train --solver cg:3
         proxprop train --data cifar10 --download --model mlp --solver cg:3 --tau-theta 0.05 --lr 1 --epochs 50
-        proxprop train --data cifar10 --model convnet --optimizer adam --solver exact --device cuda --out runs/conv
+        proxprop train --data cifar10 --model convnet --solver exact --device cuda --out runs/conv
         proxprop train --out runs/conv --resume
     """
     everything = dict(locals())

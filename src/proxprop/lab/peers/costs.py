@@ -26,13 +26,13 @@ def costs(found: Cells) -> Any:
             lambda cell: cell.steps.middle / TASKS[cell.task].steps,
             False,
         ),
-        ("seconds to the target,\nrelative to AdamW's budget", lambda cell: _seconds(found, cell), True),
-        ("most memory,\nrelative to AdamW's", lambda cell: _memory(found, cell), True),
+        ("seconds to the target,\nof AdamW's budget", lambda cell: _seconds(found, cell), True),
+        ("most memory,\nof AdamW's", lambda cell: _memory(found, cell), True),
         ("trials that failed", lambda cell: cell.failures, False),
-        ("decades of learning rates\nwithin 5 % of the best", analysis.width, False),
+        ("decades of rates\nwithin 5 % of the best", analysis.width, False),
     ]
     with styled():
-        figure = Figure(figsize=(14, 0.9 + 0.34 * len(methods)), layout="constrained")
+        figure = Figure(figsize=(11, 0.9 + 0.34 * len(methods)), layout="constrained")
         axes = figure.subplots(1, len(panels), sharey=True)
         for ax, (title, value, logarithmic) in zip(axes, panels, strict=True):
             _panel(ax, found, tasks, methods, value)

@@ -52,7 +52,7 @@ def task_figure(chosen: Sequence[Cell]) -> Any:
     task = TASKS[chosen[0].task]
     ceiling = _ceiling(chosen)
     with styled():
-        figure = Figure(figsize=(13, 9.6), layout="constrained")
+        figure = Figure(figsize=(10.5, 9.6), layout="constrained")
         parts: Any = figure.subfigures(2, 1, height_ratios=(1, 1.35))
         above, below = parts
         curves = above.subplots(1, len(families()), sharex=True, sharey=True)
@@ -70,13 +70,13 @@ def task_figure(chosen: Sequence[Cell]) -> Any:
             ax.set_ylim(top=min(ceiling * 1.25, ax.get_ylim()[1]))
             _plain_within_a_decade(ax.yaxis)
         figure.suptitle(
-            f"{task.name}: {task.score} over steps, the chosen setting, median of the seeds. "
+            f"{task.name}: {task.score} over steps, the chosen setting, median of the seeds.\n"
             "Level grey line: the target. Pale lines: all other methods.",
             x=0.01,
             ha="left",
             fontsize=11,
         )
-        legend(figure, curves, 5)
+        legend(figure, curves, 4)
     return figure
 
 
@@ -121,7 +121,7 @@ def _last(ax: Any, chosen: Sequence[Cell], ceiling: float) -> None:
     ax.set_ylim(-0.7, len(ordered) - 0.3)
     ax.set_xscale("log")
     _plain_within_a_decade(ax.xaxis)
-    ax.set_title("the last score of every fresh seed")
+    ax.set_title("last score of every seed")
 
 
 def _plain_within_a_decade(axis: Any) -> None:
@@ -144,7 +144,7 @@ def _trials(ax: Any, chosen: Sequence[Cell], ceiling: float) -> None:
         ax.plot(x, y, linestyle="", marker=look["marker"], color=look["color"], alpha=0.6)
     ax.set_xscale("log")
     ax.set_xlabel("learning rate")
-    ax.set_title("every trial; failures lie at the top")
+    ax.set_title("every trial; failed at the top")
 
 
 def _after(ax: Any, chosen: Sequence[Cell]) -> None:
@@ -154,8 +154,8 @@ def _after(ax: Any, chosen: Sequence[Cell]) -> None:
         k = list(range(1, len(scores) + 1))
         found = [analysis.best_after(scores, count) for count in k]
         ax.plot(k, found, **LOOKS[cell.method])
-    ax.set_xlabel("trials")
-    ax.set_title("the best after so many trials, median")
+    ax.set_xlabel("k")
+    ax.set_title("best after k trials, median")
 
 
 def overview(found: Cells) -> Any:
@@ -163,15 +163,15 @@ def overview(found: Cells) -> Any:
     from matplotlib.figure import Figure
 
     with styled():
-        figure = Figure(figsize=(13, 13.5), layout="constrained")
+        figure = Figure(figsize=(10.5, 13), layout="constrained")
         parts: Any = figure.subfigures(2, 1, height_ratios=(1, 0.95))
         above, below = parts
         axes = above.subplots(2, len(families()), sharex=True, sharey=True)
         for row, what in zip(axes, ("steps", "seconds"), strict=True):
             _profiles(row, found, what)
         above.suptitle(
-            "Part of the tasks whose target is reached within a factor of the fewest steps (above) or seconds (below) "
-            "of any method. Pale lines: all other methods.",
+            "Part of the tasks whose target is reached within a factor of the fewest steps (above)\n"
+            "or seconds (below) of any method. Pale lines: all other methods.",
             x=0.01,
             ha="left",
             fontsize=11,
@@ -179,7 +179,7 @@ def overview(found: Cells) -> Any:
         heat, settings = below.subplots(1, 2)
         _heat(heat, found)
         _settings(settings, found)
-        legend(figure, axes[0], 5)
+        legend(figure, axes[0], 4)
     return figure
 
 
@@ -249,5 +249,5 @@ def _settings(ax: Any, found: Cells) -> None:
     ax.xaxis.set_minor_formatter("")
     ax.set_yticks(range(len(rows)), [title(method) for method, _ in rows], fontsize=8.5)
     ax.set_ylim(-0.7, len(rows) - 0.3)
-    ax.set_xlabel("score divided by the target, geometric mean over tasks")
-    ax.set_title("one setting for all tasks (marker), for each (bar)")
+    ax.set_xlabel("score / target, geometric mean over tasks")
+    ax.set_title("one setting for all (marker), for each (bar)")

@@ -9,7 +9,6 @@ from proxprop.lab.peers.analysis import Cell, Cells, tasks_of
 from proxprop.lab.peers.answer import answer, interval, later, lifts, title, verdicts
 from proxprop.lab.peers.methods import METHODS
 from proxprop.lab.peers.protocol import SEEDS, TRIALS
-from proxprop.lab.peers.record import command
 from proxprop.lab.peers.spaces import SPACES, setting
 from proxprop.lab.peers.store import Store
 from proxprop.lab.peers.tasks import TASKS
@@ -64,7 +63,8 @@ Steps and seconds to the target are medians over seeds with the 95 % interval of
 not reached. Seconds are steps times the time of a step, which is measured apart from training, with all methods in
 turns and nothing else running (`proxprop bench time`). Memory is the most that a method holds, weights included and
 data excluded. "Failed" counts trials. A learning rate is marked as an end if it lies in the outermost eighth of its
-range, so that a better one may lie beyond. Every row is run again by its command, with seeds 1 to {SEEDS}.
+range, so that a better one may lie beyond. The last column has what runs the seeds of a row again:
+`proxprop bench --task TASK --method METHOD --trial TRIAL --seed S`, with S from 1 to {SEEDS}.
 """
 
 UNTIMED = "Steps were not timed yet, so there are no seconds.\n"
@@ -141,7 +141,7 @@ def to_target(chosen: Sequence[Cell]) -> list[str]:
     accuracy = not math.isnan(chosen[0].mean("accuracy"))
     head = ["method", "lr", "steps", "seconds", "ms a step", task.score, "training loss"]
     head += ["accuracy", "test accuracy"] if accuracy else []
-    head += ["MB", "failed", "command"]
+    head += ["MB", "failed", "method, trial"]
     rows = []
     for cell in sorted(chosen, key=lambda cell: cell.score.middle):
         row = [title(cell), rate(cell), interval(cell.steps, "{:.0f}"), interval(cell.seconds, "{:.2g}")]
@@ -150,8 +150,7 @@ def to_target(chosen: Sequence[Cell]) -> list[str]:
         if accuracy:
             row += [f"{100 * cell.mean(name):.1f} %" for name in ("accuracy", "test_accuracy")]
         row += [_number(cell.megabytes), f"{cell.failures} of {len(cell.trials)}"]
-        again = command(cell.task, cell.method, cell.chosen, 1) if cell.chosen is not None else "–"
-        rows.append([*row, f"`{again}`"])
+        rows.append([*row, f"`{cell.method}`" + (f" {cell.chosen}" if cell.chosen is not None else "")])
     commits = dict.fromkeys(f"{run.commit:.7}" for cell in chosen for run in (*cell.trials, *cell.seeds))
     about = (
         f"{task.about}. {task.steps:,} steps; target {chosen[0].target:g}. Run on {first.device} with {first.threads} "
