@@ -393,6 +393,47 @@ def test_a_step_that_trains_other_parameters_is_observed(thawed: bool) -> None:
         optimizer.zero_grad()
 
 
+def test_a_gradient_given_up_before_a_step_that_is_observed_is_not_one_that_came_after_it() -> None:
+    layer, optimizer, _ = after_observed(Running(update_every=4, invert_every=4))
+    (x, G), (y, H) = batches(3)[1:]
+    layer(x).backward(G)  # to a layer that rests
+    optimizer.zero_grad()
+    layer.bias.requires_grad_(False)
+    layer(y).backward(H)
+    handle_of(layer).solve()
+    D = layer.weight.grad.clone()
+    optimizer.step()
+    assert torch.equal(layer.weight.grad, D)  # solved once
+
+
+@pytest.mark.parametrize("used", [1, 0])
+def test_a_bias_beside_a_tied_weight_may_be_frozen(used: int) -> None:
+    """Whether or not its own layer is used in the step that follows."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 3).double(), nn.Linear(4, 3).double()])
+    model[1].weight = model[0].weight
+    proxprop.convert(model, Exact(), include_last=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    handle = proxprop.attach(optimizer, model, running=Running(decay=0.5, update_every=1, invert_every=4))
+    (x, G), (y, H), (z, K) = batches(3)
+    model[0](x).backward(G)
+    model[1](y).backward(H)
+    optimizer.step()
+    optimizer.zero_grad()
+    model[1].bias.requires_grad_(False)
+    model[used](z).backward(K)
+    assert handle.state_dict().keys()
+    optimizer.step()
+    if used:  # its average, without the bias, begins anew
+        old, new = 0.5 * rows(x).T @ rows(x), functional.pad(z.T @ z, (0, 1, 0, 1))
+        N, B = 0.5 * len(x) + len(z), functional.pad(z.T @ K, (0, 0, 0, 1))
+    else:
+        old, new = 0.5 * rows(x).T @ rows(x), rows(z).T @ rows(z)
+        N, B = 0.5 * len(x) + len(z), rows(z).T @ K
+    D = stated((old + new) / N, B, 0.3, Exact())
+    assert relative_error(model[0].weight.grad.T, D[:4]) < 1e-12
+
+
 def test_a_layer_that_is_trained_later_is_followed() -> None:
     layer = proxprop.nn.Linear(4, 3, solver=Exact(), dtype=torch.float64).requires_grad_(False)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)

@@ -5,7 +5,7 @@ take longer than a step, so that each of the `invert_every` steps has its share.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -206,26 +206,26 @@ class Averages:
         counted = steps.items() if self.running.damping is None else ()
         samples = {cluster: total(terms) for cluster, terms in counted}  # before they are overwritten
         started = self._update(steps)
+        every = self.running.invert_every
         due = {
-            **{c: samples.get(c) for c in steps if c in started or self._has_its_turn(c)},
-            **{c: None for c in resting if self._has_its_turn(c)},
+            **{c: samples.get(c) for c in steps if c in started or c.steps % every == c.turn},
+            **{c: None for c in resting if c.steps % every == c.turn},
         }
         if due:
             self._invert(due)
             bring_operators({cluster: cluster.pairs for cluster in due if cluster.way == "inverse"})
 
-    def _has_its_turn(self, cluster: Cluster) -> bool:
-        return cluster.steps % self.running.invert_every == cluster.turn
-
     def _update(self, steps: Mapping[Cluster, Sequence[Term]]) -> set[Cluster]:
-        """Update the averages; returns the clusters of which one was started, or moved here."""
-        started = set[Cluster]()
+        """Update the averages; returns the clusters whose operators can't wait for their turn."""
+        started = {cluster for cluster in steps if cluster.steps == 0 or not cluster.fits}
         alike: dict[tuple[torch.device, torch.dtype], list[tuple[Term, Term]]] = {}
+        for cluster in started:
+            self._drop_others(cluster)
         for cluster, step in [(cluster, step) for cluster, terms in steps.items() for step in terms]:
             system, S = step.equation, step.S
             assert isinstance(system, System)
             held = self.averages.get(system)
-            if held is None or self._shapes[system] != system.summed_shapes:
+            if held is None:
                 started.add(cluster)
                 self.averages[system], self._shapes[system] = step, system.summed_shapes
                 if not S.is_meta:
@@ -246,6 +246,12 @@ class Averages:
             if unused.counted is not None:
                 unused.counted.mul_(decay)
         return started
+
+    def _drop_others(self, cluster: Cluster) -> None:
+        """Drop averages for other parameters than are trained now."""
+        for system in cluster.systems:
+            if system in self.averages and self._shapes[system] != system.shapes:
+                del self.averages[system]
 
     def _unused(self, steps: Mapping[Cluster, Sequence[Term]]) -> Iterator[Term]:
         """Averages of systems that share parameters with those of a step but were not used in it: they age too."""
@@ -314,6 +320,7 @@ class Averages:
         for system in cluster.systems:
             if system.name not in names or system in self.averages or not system.trained:
                 continue
+            system.make_leaves()
             device = None if cluster.mine else "meta"
             self.averages[system] = Term(system, *(torch.zeros_like(x, device=device) for x in system.leaves))
             self._shapes[system] = system.summed_shapes
@@ -345,15 +352,10 @@ class Averages:
             yield f"{cluster.name}.steps", torch.tensor(cluster.steps), cluster, False
             for system in cluster.systems:
                 if system in self.averages:
-                    average, samples = self.averages[system], self.averages[system].samples
-                    assert samples is not None
-                    yield f"{system.name}.S", average.S, cluster, True
-                    yield (
-                        f"{system.name}.samples",
-                        samples if average.counted is not None else samples.clone(),
-                        cluster,
-                        True,
-                    )
+                    _, S, samples = self.averages[system]  # of what was trained, and now another bias may be
+                    yield f"{system.name}.S", S, cluster, True
+                    held = samples if samples is not None else S[0, -1, -1].clone()
+                    yield f"{system.name}.samples", held, cluster, True
             for equation, operator in cluster.pairs:
                 yield f"{equation.name}.kept", operator.kept, cluster, cluster.way == "gradient"
 
@@ -361,30 +363,40 @@ class Averages:
         """Take over a state; tensors are copied, and those that other ranks own need not be there.
 
         Raises:
-            ValueError: an entry is missing, not expected, or of another shape.
+            ValueError: an entry is missing, not expected, or of another shape; all averages then start anew.
         """
         for cluster in self.clusters:
             saved = [system.name for system in cluster.systems if f"{system.name}.S" in state]
+            self._drop_others(cluster)
             for system in cluster.systems if cluster.mine else ():
                 if system.name not in saved:
                     self.averages.pop(system, None)
             self._start(cluster, saved)
             self._make_room(cluster, self._joined(cluster))
-        expected = set[str]()
-        for name, tensor, cluster, owned in self._entries():
-            expected.add(name)
-            if cluster.mine or not owned:
-                _fill(name, tensor, state)
+        expected = {
+            name: tensor for name, tensor, cluster, owned in self._entries() if cluster.mine or not owned
+        }
+        try:
+            _check(state, expected, {name for name, *_ in self._entries()})
+        except ValueError:
+            self.averages = {}
+            for cluster in self.clusters:
+                cluster.reach(0)
+            raise
+        for name, tensor in expected.items():
+            tensor.copy_(state[name])
         for cluster in self.clusters:
             cluster.reach(int(state[f"{cluster.name}.steps"]))
-        if unknown := sorted(state.keys() - expected):
-            raise ValueError(f"the state has {unknown[0]!r}, which this model has no use for")
 
 
-def _fill(name: str, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
-    if name not in state:
-        raise ValueError(f"the state has no {name!r}, which this model needs")
-    if state[name].shape != tensor.shape:
-        found, wanted = list(state[name].shape), list(tensor.shape)
-        raise ValueError(f"{name!r} should have shape {wanted} but has {found}")
-    tensor.copy_(state[name])
+def _check(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], known: Collection[str]) -> None:
+    """Raise ValueError unless a state has what is expected, in its shape, and nothing that is not known."""
+    remedy = "; a state fits a model of the same layers, in which the same parameters are trained"
+    for name, tensor in expected.items():
+        if name not in state:
+            raise ValueError(f"the state has no {name!r}, which this model needs{remedy}")
+        if state[name].shape != tensor.shape:
+            found, wanted = list(state[name].shape), list(tensor.shape)
+            raise ValueError(f"{name!r} should have shape {wanted} but has {found}{remedy}")
+    if unknown := sorted(state.keys() - known):
+        raise ValueError(f"the state has {unknown[0]!r}, which this model has no use for{remedy}")
