@@ -338,7 +338,7 @@ class Watch:
         return any(own is not None and own == solved for own, solved in zip(now, self._solved, strict=False))
 
     def forget_if_zeroed(self) -> None:
-        """Drop S if a gradient that belongs to it was set to None, or all that changed to zero, decided on the device."""
+        """Drop S if a gradient of it was set to None, or all that changed to zero; the device decides the latter."""
         last = zip(self.parameters, self._seen, self._marks(), strict=True)
         seen = any(self._seen)
         gradients = [(p.grad, then != own) for p, then, own in last if then is not None or not seen]
