@@ -406,6 +406,28 @@ def test_a_gradient_given_up_before_a_step_that_is_observed_is_not_one_that_came
     assert torch.equal(layer.weight.grad, D)  # solved once
 
 
+@pytest.mark.parametrize("late", ["between backward and the step", "in a part of a model"])
+def test_a_step_between_that_trains_other_parameters_unnoticed_says_so(late: str) -> None:
+    model = nn.Sequential(proxprop.nn.Linear(4, 3, solver=Exact(), dtype=torch.float64))
+    layer = model[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    proxprop.attach(optimizer, model, running=Running(update_every=4, invert_every=4))
+    (x, G), (y, H), (z, K) = batches(3)
+    stepped(layer, optimizer, x, G)
+    optimizer.zero_grad()
+    if late.startswith("in"):
+        layer.bias.requires_grad_(False)
+    (layer if late.startswith("in") else model)(y).backward(H)
+    layer.bias.requires_grad_(False)
+    with pytest.warns(RuntimeWarning, match="0: this step keeps BackProp's gradient"):
+        optimizer.step()
+    assert relative_error(layer.weight.grad.T, y.T @ H) < 1e-12
+    optimizer.zero_grad()
+    model(z).backward(K)
+    optimizer.step()
+    assert relative_error(layer.weight.grad.T, stated(z.T @ z / len(z), z.T @ K, 0.3, Exact())) < 1e-12
+
+
 @pytest.mark.parametrize("used", [1, 0])
 def test_a_bias_beside_a_tied_weight_may_be_frozen(used: int) -> None:
     """Whether or not its own layer is used in the step that follows."""

@@ -160,6 +160,8 @@ class Attached(Joinable):
                 cluster.watch.drop_given_up()
             if cluster.due or not cluster.resting:
                 observed.append(cluster)
+                if cluster.watch.resting:
+                    cluster.watch.tell_unseen()
             elif cluster.watch.look():
                 cluster.watch.refuse_mixed()
                 resting.append(cluster)

@@ -265,6 +265,18 @@ class Watch:
                 self._arrived.clear()
         return self.waiting
 
+    def tell_unseen(self) -> None:
+        """Warn if a gradient came while resting, in a step that should have been observed."""
+        if self._arrived:
+            self._arrived.clear()
+            warnings.warn(
+                f"{self.cluster.name}: this step keeps BackProp's gradient and is left out of the running average, "
+                "because it trains other parameters than the one before, which was noticed too late: they were frozen "
+                "or unfrozen between backward and the step, or the model is compiled, or only a part of it was called",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
     def _was_added_to(self, parameter: Tensor) -> bool:
         """Whether all that was done to a gradient since the last solve is that backward passes added to it."""
         for p, solved, now in zip(self.parameters, self._solved, self._marks(), strict=False):
