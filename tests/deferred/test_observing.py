@@ -348,6 +348,22 @@ def test_a_gradient_that_was_added_to_a_direction_is_refused() -> None:
         assert relative_error(held(layer), expected.direction(x, gradient(x, G))) < 1e-12
 
 
+def test_a_gradient_that_lies_where_the_last_direction_was_is_another_one() -> None:
+    """As memory is given out again, and also if it was written to as often: scaled and clipped, say."""
+    layer, optimizer, expected = after_observed(Running(update_every=4, invert_every=4))
+    (x, G), (y, H) = batches(3)[1:]
+    assert relative_error(stepped(layer, optimizer, x, G), expected.direction(x, gradient(x, G))) < 1e-12
+    before = [p.grad for p in layer.parameters()]
+    optimizer.zero_grad()
+    layer(y).backward(H)
+    for p, old in zip(layer.parameters(), before, strict=True):
+        p.grad = torch.empty_like(old).set_(old).copy_(p.grad)
+        while p.grad._version <= old._version:
+            p.grad.mul_(1.0)
+    optimizer.step()
+    assert relative_error(held(layer), expected.direction(y, gradient(y, H))) < 1e-12
+
+
 def test_a_gradient_that_only_autograd_grad_asked_for_is_not_a_step() -> None:
     layer, optimizer, _ = after_observed()
     x, G = batches(2)[1]

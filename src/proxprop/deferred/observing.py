@@ -199,7 +199,7 @@ class Watch:
         self._task = -1
         self._summed = self._warned = self._mixed = False
         self._seen: list[Mark] = [None] * len(self.parameters)
-        self._solved = list[Mark]()
+        self._solved, self._held = list[Mark](), list[ref[Tensor] | None]()
         self._hooks: dict[int, tuple[Any, Tensor]] = {}
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
@@ -279,8 +279,10 @@ class Watch:
 
     def _was_added_to(self, parameter: Tensor) -> bool:
         """Whether all that was done to a gradient since the last solve is that backward passes added to it."""
-        for p, solved, now in zip(self.parameters, self._solved, self._marks(), strict=False):
-            if p is parameter and now is not None:
+        for p, solved, held, now in zip(
+            self.parameters, self._solved, self._held, self._marks(), strict=False
+        ):
+            if p is parameter and now is not None and held is not None and held() is p.grad:
                 count, place = now
                 return solved == (count - sum([other is p for other in self._arrived]), place)
         return False
@@ -338,7 +340,9 @@ class Watch:
 
     def note_solved(self) -> None:
         """The gradients hold the direction now."""
-        self._solved = self._marks()
+        self._solved, self._held = self._marks(), []
+        for parameter in self.parameters:  # another gradient may come to lie where this one was
+            self._held.append(ref(g) if (g := parameter.grad) is not None else None)
         self.waiting = False
         self._arrived.clear()  # also what came to gradients that were given up, before a step that is observed
 
