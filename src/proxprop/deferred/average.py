@@ -29,6 +29,9 @@ from proxprop.deferred.writer import bring_operators, plain
 from proxprop.torch_internals import add_all, multiply_all, norms
 from proxprop.transfer import Shapes
 
+MOST_DAMPING = 1e30
+"""The largest damping: D is B long before, and float32 holds no number much larger."""
+
 
 @dataclass(frozen=True)
 class Running:
@@ -55,8 +58,8 @@ class Running:
         invert_every: a layer's average is inverted in the first step, and then in one of so many; a multiple of
             `update_every`. Large layers take turns, so that no step inverts them all: a layer's inverse is that of the
             last update before its turn. All small ones have theirs in the first of these steps, with the update.
-        damping: ρ > 0. None takes the layer's own `tau_theta` and `scaling`, with `N·C` of the step in the place of S;
-            there are no turns then.
+        damping: ρ > 0, at most 1e30. None takes the layer's own `tau_theta` and `scaling`, with `N·C` of the step in
+            the place of S; there are no turns then.
         rows: estimate S of a call from so many of its rows, drawn without replacement, and scale it up. The
             estimate is unbiased, and its mean square error is `N²/rows·(1 − rows/N)·s²`, with
             `s² = Σ‖aaᵀ − S/N‖² / (N − 1)` over the N rows a. The gradient takes all rows. None takes all for S too.
@@ -99,8 +102,10 @@ class Running:
                 f"invert_every should be a multiple of update_every, so that S is there when it is inverted, but they "
                 f"are {self.invert_every} and {self.update_every}"
             )
-        if self.damping is not None and not (self.damping > 0 and math.isfinite(self.damping)):
-            raise ValueError(f"damping should be > 0 and finite, or None, but is {self.damping}")
+        if self.damping is not None and not 0 < self.damping <= MOST_DAMPING:
+            raise ValueError(
+                f"damping should be > 0 and at most {MOST_DAMPING:g}, or None, but is {self.damping}"
+            )
         if not self.copies >= 0:
             raise ValueError(f"copies should be a number of bytes but is {self.copies!r}")
         if self.inverse_dtype not in (None, torch.bfloat16):

@@ -26,7 +26,7 @@ from proxprop.deferred.collectives import Bucket, Group, Traffic, buckets
 from proxprop.deferred.equation import Term
 from proxprop.deferred.observing import Cluster, by_group
 from proxprop.distributed import is_sharded, local, mesh_of, several_ranks
-from proxprop.torch_internals import active_ddp, averages_gradients, timeout, tree_flatten
+from proxprop.torch_internals import active_ddp, averages_gradients, is_compiled, timeout, tree_flatten
 
 Sent = tuple[list[System], Bucket]
 
@@ -187,8 +187,8 @@ class Reduction:
 
     def hooks_behind(self, wrapper: Any) -> bool:
         """Whether the model, which has a hook, is all that a wrapper calls."""
-        model = wrapper.module
-        return bool(self._hooks) and model is self._model() and model._compiled_call_impl is None
+        model = self._model()
+        return bool(self._hooks) and model is not None and model is wrapper.module and not is_compiled(model)
 
     def shadow(self) -> None:
         """Take part in a round of other ranks with nothing to add; sums under `no_sync` are lost, as in DDP."""
