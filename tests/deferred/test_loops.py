@@ -237,7 +237,6 @@ def test_what_was_summed_goes_with_its_gradient(
     assert_same(grads(model), expected, tolerance=1e-9)
 
 
-@works("`zero_grad`, to None and to zero", mode="deferred")
 @pytest.mark.parametrize("running", [None, proxprop.Running()], ids=["", "running"])
 def test_gradients_that_are_clipped_between_micro_batches_keep_their_s(running) -> None:
     """Also where one of them is zero all along, as a weight's is whose inputs are."""
@@ -254,6 +253,7 @@ def test_gradients_that_are_clipped_between_micro_batches_keep_their_s(running) 
     assert relative_error(found[1], found[0]) < 1e-12
 
 
+@works("`zero_grad`, to None and to zero", mode="deferred")
 def test_a_micro_batch_with_zero_gradient_still_counts() -> None:
     """Zeros that backward itself left are no `zero_grad`."""
     model = small_model(Exact())
