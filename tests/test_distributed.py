@@ -75,7 +75,12 @@ ON_ANY_RANKS = [
     row("DistributedDataParallel, `no_sync`", "ddp-no-sync", "ddp-accumulate", "ddp-given-up"),
     row("DistributedDataParallel, `static_graph`", "ddp-static-graph", "ddp-reentrant"),
     row("DistributedDataParallel, `gradient_as_bucket_view`", "ddp-bucket-view", "ddp-zero-gradient"),
-    row("DistributedDataParallel, `find_unused_parameters`", "ddp-unused", "ddp-unused-attention"),
+    row(
+        "DistributedDataParallel, `find_unused_parameters`",
+        "ddp-unused",
+        "ddp-unused-wrapped-later",
+        "ddp-unused-attention",
+    ),
     row(
         "DistributedDataParallel, shares of different size",
         "ddp-unequal",

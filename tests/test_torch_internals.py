@@ -41,7 +41,7 @@ OWNERS = {
     FSDPState: ["_fsdp_param_group"],
     torch.distributed.ProcessGroup: ["_device_types", "_get_backend"],
     nn.parallel.DistributedDataParallel: ["_get_active_ddp_module"],
-    nn.Linear(1, 1): ["_backward_hooks", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_modules", "_parameters"],
+    nn.Linear(1, 1): ["_backward_hooks", "_buffers", "_compiled_call_impl", "_forward_hooks", "_forward_pre_hooks", "_modules", "_parameters"],
     LEAF: ["_backward_hooks", "_base", "_nnz", "_post_accumulate_grad_hooks", "_version"],
     LEAF.view(2).grad_fn: ["_sequence_nr", "_set_sequence_nr"],
 }  # fmt: skip

@@ -165,6 +165,7 @@ def _inside_generic(model: nn.Module, takes: Takes) -> set[nn.Module]:
 
 
 LAZY = "the shape of its lazy layers is not known yet: run the model once, then convert"
+EMPTY = "one of its parameters has no entries"
 QUANTIZED = "quantisation-aware layers round their weight, so their output is not linear in it"
 
 
@@ -175,7 +176,9 @@ def refusal(module: nn.Module) -> str:
     if not COMPUTED.isdisjoint(vars(module)):
         return "a hook computes its weight, so its output is not linear in what is trained"
     found = known(plain_class(module))
-    return found.refusal(module) if found is not None else ""
+    if found is None:
+        return ""
+    return found.refusal(module) or (EMPTY if any(p.numel() == 0 for p in module.parameters()) else "")
 
 
 def obstacle(module: nn.Module) -> str:

@@ -175,6 +175,11 @@ def timeout(group: Any) -> timedelta | None:
     return found
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called. Without it, rounds of sums wait for a hook that is compiled away."""
+    return module._compiled_call_impl is not None
+
+
 def averages_gradients(around: Any) -> bool:
     """Whether DDP or FSDP2 averages in the next backward pass. Without it, S is sent under `no_sync` as well."""
     if not hasattr(around, "_get_fsdp_state"):

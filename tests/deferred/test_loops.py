@@ -237,6 +237,22 @@ def test_what_was_summed_goes_with_its_gradient(
     assert_same(grads(model), expected, tolerance=1e-9)
 
 
+@pytest.mark.parametrize("running", [None, proxprop.Running()], ids=["", "running"])
+def test_gradients_that_are_clipped_between_micro_batches_keep_their_s(running) -> None:
+    """Also where one of them is zero all along, as a weight's is whose inputs are."""
+    found = []
+    for clipped in (False, True):
+        layer = proxprop.nn.Linear(4, 3, solver=Exact(), dtype=torch.float64)
+        _, handle = still(layer, running=running)
+        layer(torch.zeros(5, 4).double()).backward(randn(5, 3, seed=1))
+        if clipped:
+            nn.utils.clip_grad_value_(layer.parameters(), 100.0)  # which writes, but changes nothing
+        layer(randn(6, 4, seed=2)).backward(randn(6, 3, seed=3))
+        handle.solve()
+        found.append(torch.cat([layer.weight.grad.T, layer.bias.grad[None]]))
+    assert relative_error(found[1], found[0]) < 1e-12
+
+
 @works("`zero_grad`, to None and to zero", mode="deferred")
 def test_a_micro_batch_with_zero_gradient_still_counts() -> None:
     """Zeros that backward itself left are no `zero_grad`."""

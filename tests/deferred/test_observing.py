@@ -348,6 +348,22 @@ def test_a_gradient_that_was_added_to_a_direction_is_refused() -> None:
         assert relative_error(held(layer), expected.direction(x, gradient(x, G))) < 1e-12
 
 
+def test_a_gradient_that_lies_where_the_last_direction_was_is_another_one() -> None:
+    """As memory is given out again, and also if it was written to as often: scaled and clipped, say."""
+    layer, optimizer, expected = after_observed(Running(update_every=4, invert_every=4))
+    (x, G), (y, H) = batches(3)[1:]
+    assert relative_error(stepped(layer, optimizer, x, G), expected.direction(x, gradient(x, G))) < 1e-12
+    before = [p.grad for p in layer.parameters()]
+    optimizer.zero_grad()
+    layer(y).backward(H)
+    for p, old in zip(layer.parameters(), before, strict=True):
+        p.grad = torch.empty_like(old).set_(old).copy_(p.grad)
+        while p.grad._version <= old._version:
+            p.grad.mul_(1.0)
+    optimizer.step()
+    assert relative_error(held(layer), expected.direction(y, gradient(y, H))) < 1e-12
+
+
 def test_a_gradient_that_only_autograd_grad_asked_for_is_not_a_step() -> None:
     layer, optimizer, _ = after_observed()
     x, G = batches(2)[1]
@@ -391,6 +407,69 @@ def test_a_step_that_trains_other_parameters_is_observed(thawed: bool) -> None:
         expected = stated(A.T @ A / len(x), M.T @ output, 0.3, Exact())
         assert relative_error(found, expected) < 1e-12
         optimizer.zero_grad()
+
+
+def test_a_gradient_given_up_before_a_step_that_is_observed_is_not_one_that_came_after_it() -> None:
+    layer, optimizer, _ = after_observed(Running(update_every=4, invert_every=4))
+    (x, G), (y, H) = batches(3)[1:]
+    layer(x).backward(G)  # to a layer that rests
+    optimizer.zero_grad()
+    layer.bias.requires_grad_(False)
+    layer(y).backward(H)
+    handle_of(layer).solve()
+    D = layer.weight.grad.clone()
+    optimizer.step()
+    assert torch.equal(layer.weight.grad, D)  # solved once
+
+
+@pytest.mark.parametrize("late", ["between backward and the step", "in a part of a model"])
+def test_a_step_between_that_trains_other_parameters_unnoticed_says_so(late: str) -> None:
+    model = nn.Sequential(proxprop.nn.Linear(4, 3, solver=Exact(), dtype=torch.float64))
+    layer = model[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    proxprop.attach(optimizer, model, running=Running(update_every=4, invert_every=4))
+    (x, G), (y, H), (z, K) = batches(3)
+    stepped(layer, optimizer, x, G)
+    optimizer.zero_grad()
+    if late.startswith("in"):
+        layer.bias.requires_grad_(False)
+    (layer if late.startswith("in") else model)(y).backward(H)
+    layer.bias.requires_grad_(False)
+    with pytest.warns(RuntimeWarning, match="0: this step keeps BackProp's gradient"):
+        optimizer.step()
+    assert relative_error(layer.weight.grad.T, y.T @ H) < 1e-12
+    optimizer.zero_grad()
+    model(z).backward(K)
+    optimizer.step()
+    assert relative_error(layer.weight.grad.T, stated(z.T @ z / len(z), z.T @ K, 0.3, Exact())) < 1e-12
+
+
+@pytest.mark.parametrize("used", [1, 0])
+def test_a_bias_beside_a_tied_weight_may_be_frozen(used: int) -> None:
+    """Whether or not its own layer is used in the step that follows."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 3).double(), nn.Linear(4, 3).double()])
+    model[1].weight = model[0].weight
+    proxprop.convert(model, Exact(), include_last=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    handle = proxprop.attach(optimizer, model, running=Running(decay=0.5, update_every=1, invert_every=4))
+    (x, G), (y, H), (z, K) = batches(3)
+    model[0](x).backward(G)
+    model[1](y).backward(H)
+    optimizer.step()
+    optimizer.zero_grad()
+    model[1].bias.requires_grad_(False)
+    model[used](z).backward(K)
+    assert handle.state_dict().keys()
+    optimizer.step()
+    if used:  # its average, without the bias, begins anew
+        old, new = 0.5 * rows(x).T @ rows(x), functional.pad(z.T @ z, (0, 1, 0, 1))
+        N, B = 0.5 * len(x) + len(z), functional.pad(z.T @ K, (0, 0, 0, 1))
+    else:
+        old, new = 0.5 * rows(x).T @ rows(x), rows(z).T @ rows(z)
+        N, B = 0.5 * len(x) + len(z), rows(z).T @ K
+    D = stated((old + new) / N, B, 0.3, Exact())
+    assert relative_error(model[0].weight.grad.T, D[:4]) < 1e-12
 
 
 def test_a_layer_that_is_trained_later_is_followed() -> None:

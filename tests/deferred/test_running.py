@@ -704,6 +704,64 @@ def test_the_state_is_a_plain_dict_of_tensors_by_layer_names() -> None:
     assert int(handle.state_dict()["0.steps"]) == 1
 
 
+@pytest.mark.usefixtures("large_from_five")
+@pytest.mark.parametrize("solver", [Exact(), CG(2)], ids=str)
+def test_a_state_that_is_asked_for_before_the_first_step_changes_nothing(solver: Solver) -> None:
+    """Every layer is inverted in its first step, whatever its turn and even if it comes late."""
+    found = []
+    for asked in (False, True):
+        torch.manual_seed(0)
+        model = proxprop.convert(nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double(), solver)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        handle = proxprop.attach(optimizer, model, running=Running(update_every=1, invert_every=4))
+        assert len({cluster.turn for cluster in handle.clusters}) > 1
+        for step, used in enumerate([2, 2, 4]):
+            if asked:
+                handle.load_state_dict({name: value.clone() for name, value in handle.state_dict().items()})
+            optimizer.zero_grad()
+            model[:used](randn(9, 6, seed=step).double()).square().sum().backward()
+            optimizer.step()
+        found.append(grads(model))
+    assert_same(found[1], found[0], tolerance=1e-12)
+
+
+def test_frozen_layers_have_a_state_once_they_are_trained() -> None:
+    model = small_model(Exact())
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    handle = proxprop.attach(optimizer, model, running=Running())
+    steps(model.float(), optimizer, range(1))
+    trained = {"3.S", "3.samples", "3.steps", "3.kept"}
+    assert handle.state_dict().keys() == trained | {"0.steps"}
+    handle.load_state_dict(handle.state_dict())
+    model[0].requires_grad_(True)
+    assert handle.state_dict().keys() == trained | {"0.S", "0.samples", "0.steps", "0.kept"}
+    steps(model, optimizer, range(1))
+    assert int(handle.state_dict()["0.steps"]) == 1
+
+
+def test_a_state_fits_what_is_trained_now() -> None:
+    running, (x, G) = Running(update_every=1, invert_every=5), batches(1)[0]
+    layer, optimizer = attached(Exact(), running)
+    other, _ = attached(Exact(), running)
+    layer.bias.requires_grad_(False)
+    for _ in range(2):
+        optimizer.zero_grad()
+        layer(x).backward(G)
+        optimizer.step()
+    state = handle_of(layer).state_dict()
+    other.bias.requires_grad_(False)
+    handle_of(other).load_state_dict(state)  # whether frozen before or after it was attached
+    other(x).backward(G)
+    handle_of(other).solve()
+    assert torch.equal(other.weight.grad, layer.weight.grad)
+    layer.bias.requires_grad_(True)
+    with pytest.raises(
+        ValueError, match=r"shape \[1, 5, 5\] but has \[1, 4, 4\]; .* the same parameters are trained"
+    ):
+        handle_of(layer).load_state_dict(state)
+
+
 def test_a_state_of_another_model_is_refused() -> None:
     _, _, handle = training(Running())
     state = handle.state_dict()
@@ -733,8 +791,9 @@ def test_a_handle_without_running_averages_has_no_state() -> None:
         ({"invert_every": 2.5}, "invert_every should be a whole number"),
         ({"rows": 0}, "rows should be a whole number of at least 1 but is 0"),
         ({"block": 0}, "block should be a whole number of at least 1 but is 0"),
-        ({"damping": 0.0}, "damping should be > 0 and finite, or None, but is 0.0"),
-        ({"damping": float("inf")}, "damping should be"),
+        ({"damping": 0.0}, r"damping should be > 0 and at most 1e\+30, or None, but is 0.0"),
+        ({"damping": 1e31}, "damping should be"),
+        ({"damping": float("nan")}, "damping should be"),
         (
             {"inverse_dtype": torch.float16},
             "inverse_dtype should be torch.bfloat16 or None but is torch.float16",

@@ -140,8 +140,8 @@ class Forked(nn.Module):
         return self.last(self.second(x).tanh() if use else x)
 
 
-def layer_unused_on_some_ranks() -> None:
-    """S of a layer comes from the ranks that used it."""
+def layer_unused_on_some_ranks(wrapped_later: bool = False) -> None:
+    """S of a layer comes from the ranks that used it; in the first step too, if it was attached before."""
 
     def build() -> nn.Module:
         torch.manual_seed(1)
@@ -150,15 +150,23 @@ def layer_unused_on_some_ranks() -> None:
     def loss(model: nn.Module, rank: int) -> Tensor:
         return mean_square(model(whole("exact").chunk(dist.get_world_size())[rank], rank % 2 == 0))
 
-    model = DistributedDataParallel(build(), find_unused_parameters=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    proxprop.attach(optimizer, model)
+    inner = build()
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.0)
+    if wrapped_later:
+        proxprop.attach(optimizer, inner)
+    model = DistributedDataParallel(inner, find_unused_parameters=True)
+    if not wrapped_later:
+        proxprop.attach(optimizer, model)
     alone = build()
     reference = torch.optim.SGD(alone.parameters(), lr=0.0)
     proxprop.attach(reference, alone)
     for _ in range(2):
         optimizer.zero_grad()
-        loss(model, dist.get_rank()).backward()
+        with model.no_sync() if dist.get_rank() == 0 else nullcontext():
+            loss(model, dist.get_rank()).backward()  # a rank with one micro-batch more, given up
+        if dist.get_rank() == 0:
+            optimizer.zero_grad()
+            loss(model, dist.get_rank()).backward()
         optimizer.step()
     sum(loss(alone, rank) for rank in range(dist.get_world_size())).div(dist.get_world_size()).backward()
     reference.step()
@@ -417,6 +425,7 @@ CASES: dict[str, Callable[[], None]] = {
     "ddp-scaler": scaled_loss,
     "ddp-reentrant": layer_reached_several_times,
     "ddp-unused": layer_unused_on_some_ranks,
+    "ddp-unused-wrapped-later": partial(layer_unused_on_some_ranks, wrapped_later=True),
     "ddp-zero-gradient": zero_gradient_in_a_bucket,
     "ddp-given-up": given_up_under_no_sync,
     "ddp-unused-attention": attention_unused_on_some_ranks,

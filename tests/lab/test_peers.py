@@ -160,8 +160,13 @@ class TestStore:
         store = Store(tmp_path)
         store.add(made())
         path = tmp_path / "digits.csv"
-        path.write_text(path.read_text()[:-60])
-        with pytest.raises(Refused, match=r"digits.csv row 1 is not a record"):
+        whole = path.read_text()
+        for cut in (whole[:-60], whole[: whole.rindex(",")], whole.rstrip() + ",more"):
+            path.write_text(cut)
+            with pytest.raises(Refused, match=r"digits.csv row 1 should have as many cells"):
+                store.runs("digits")
+        path.write_text(whole.replace("finished", "unheard of"))
+        with pytest.raises(Refused, match=r"digits.csv row 1: status should be"):
             store.runs("digits")
 
     @pytest.mark.parametrize(

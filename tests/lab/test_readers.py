@@ -214,6 +214,7 @@ WRONG = [
     (GOOD | {"extra": np.zeros(1)}, "but holds .*'extra'"),
     (GOOD | {"test_inputs": GOOD["inputs"]}, "should hold inputs and labels"),
     (GOOD | {"labels": np.arange(6)}, "inputs should be .* with 6 samples"),
+    (GOOD | {"inputs": np.zeros((7, 0))}, "at least one number in each"),
     (GOOD | {"labels": np.zeros(7)}, "labels should be integers"),
     (GOOD | {"labels": np.arange(7) - 1}, "labels should be 0 to 999999 but one is -1"),
     (GOOD | {"labels": np.arange(7) * 10**12}, "labels should be 0 to 999999 but one is 6000000000000"),

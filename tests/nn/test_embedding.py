@@ -52,6 +52,20 @@ def test_sparse_embedding_trains_under_sparse_adam() -> None:
     assert losses[-1] < 0.1 * losses[0]
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_indices_of_32_bits_give_the_directions_of_64(kind: type[nn.Module], sparse: bool) -> None:
+    index, offsets = torch.tensor([0, 4, 4, 1, 2]), torch.tensor([0, 2, 2])
+    found = []
+    for dtype in (torch.int64, torch.int32):
+        torch.manual_seed(0)
+        layer = converted(kind(5, 3, sparse=sparse), Exact())
+        given = (index, offsets) if kind is nn.EmbeddingBag else (index,)
+        layer(*(tensor.to(dtype) for tensor in given)).square().sum().backward()
+        found.append(layer.weight.grad.to_dense())
+    assert torch.equal(*found)
+
+
 @pytest.mark.compatibility("nn.EmbeddingBag", section="Layers")
 def test_embedding_bag_leaves_padding_out_and_keeps_sparse_gradients() -> None:
     torch.manual_seed(0)

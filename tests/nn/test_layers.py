@@ -125,6 +125,21 @@ def test_options_that_are_not_linear_are_refused_with_a_reason(
     assert len(reasons) == bool(list(model.inner.parameters()))
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
+def test_layers_with_nothing_in_a_parameter_stay_explicit() -> None:
+    empty: list[tuple[nn.Module, tuple[int, ...]]]
+    empty = [(nn.Linear(0, 3), (4, 0)), (nn.Linear(3, 0), (4, 3)), (nn.LayerNorm(0), (4, 0))]
+    for layer, shape in empty:
+        model = proxprop.convert(
+            nn.ModuleList([layer, nn.Linear(3, 3)]), CG(2), include_last=True, module_types="all"
+        )
+        assert not isinstance(layer, ProximalLayer)
+        layer(torch.ones(shape)).sum().backward()
+        reasons = {row.name: row.reason for row in proxprop.summary(Calls(layer), (torch.ones(shape),)).rows}
+        assert "has no entries" in reasons["inner"]
+        assert isinstance(model[1], ProximalLayer)
+
+
 def test_module_types_decide_what_is_converted() -> None:
     def model() -> nn.Sequential:
         return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 2))

@@ -337,8 +337,7 @@ class System(Equation):
         self.key = f"{layer._turn} {name}"  # the same if it is attached again: a compiled graph may hold it
         _systems[self.key] = self
         if self.trained:  # ahead of the first call, which may be a compiled one
-            parameter = self.trained[0].parameter
-            self._fit_leaves(parameter.device, precision(parameter))
+            self.make_leaves()
 
     def join(self, cluster: "Cluster") -> None:
         """Become one of a cluster."""
@@ -397,6 +396,12 @@ class System(Equation):
     def _counts(self) -> bool:
         """Whether the number of samples is needed."""
         return self._running is not None or self.layer._settings.scaling == "gradient"
+
+    def make_leaves(self) -> None:
+        """Make leaves for what is trained now, ahead of a call, unless there are such."""
+        if not self.leaves or self.summed_shapes != self.shapes:
+            parameter = self.trained[0].parameter
+            self._fit_leaves(parameter.device, precision(parameter))
 
     def _fit_leaves(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Make leaves anew where S is another one than before; returns whether anything is trained."""

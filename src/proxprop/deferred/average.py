@@ -5,7 +5,7 @@ take longer than a step, so that each of the `invert_every` steps has its share.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,9 @@ from proxprop.deferred.preconditioner import (
 from proxprop.deferred.writer import bring_operators, plain
 from proxprop.torch_internals import add_all, multiply_all, norms
 from proxprop.transfer import Shapes
+
+MOST_DAMPING = 1e30
+"""The largest damping: D is B long before, and float32 holds no number much larger."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,8 @@ class Running:
         invert_every: a layer's average is inverted in the first step, and then in one of so many; a multiple of
             `update_every`. Large layers take turns, so that no step inverts them all: a layer's inverse is that of the
             last update before its turn. All small ones have theirs in the first of these steps, with the update.
-        damping: ρ > 0. None takes the layer's own `tau_theta` and `scaling`, with `N·C` of the step in the place of S;
-            there are no turns then.
+        damping: ρ > 0, at most 1e30. None takes the layer's own `tau_theta` and `scaling`, with `N·C` of the step in
+            the place of S; there are no turns then.
         rows: estimate S of a call from so many of its rows, drawn without replacement, and scale it up. The
             estimate is unbiased, and its mean square error is `N²/rows·(1 − rows/N)·s²`, with
             `s² = Σ‖aaᵀ − S/N‖² / (N − 1)` over the N rows a. The gradient takes all rows. None takes all for S too.
@@ -100,8 +103,10 @@ class Running:
                 f"invert_every should be a multiple of update_every, so that S is there when it is inverted, but they "
                 f"are {self.invert_every} and {self.update_every}"
             )
-        if self.damping is not None and not (self.damping > 0 and math.isfinite(self.damping)):
-            raise ValueError(f"damping should be > 0 and finite, or None, but is {self.damping}")
+        if self.damping is not None and not 0 < self.damping <= MOST_DAMPING:
+            raise ValueError(
+                f"damping should be > 0 and at most {MOST_DAMPING:g}, or None, but is {self.damping}"
+            )
         if not self.copies >= 0:
             raise ValueError(f"copies should be a number of bytes but is {self.copies!r}")
         if self.inverse_dtype not in (None, torch.bfloat16):
@@ -211,26 +216,26 @@ class Averages:
         counted = steps.items() if self.running.damping is None else ()
         samples = {cluster: total(terms) for cluster, terms in counted}  # before they are overwritten
         started = self._update(steps)
+        every = self.running.invert_every
         due = {
-            **{c: samples.get(c) for c in steps if c in started or self._has_its_turn(c)},
-            **{c: None for c in resting if self._has_its_turn(c)},
+            **{c: samples.get(c) for c in steps if c in started or c.steps % every == c.turn},
+            **{c: None for c in resting if c.steps % every == c.turn},
         }
         if due:
             self._invert(due)
             bring_operators({cluster: cluster.pairs for cluster in due if cluster.way == "inverse"})
 
-    def _has_its_turn(self, cluster: Cluster) -> bool:
-        return cluster.steps % self.running.invert_every == cluster.turn
-
     def _update(self, steps: Mapping[Cluster, Sequence[Term]]) -> set[Cluster]:
-        """Update the averages; returns the clusters of which one was started, or moved here."""
-        started = set[Cluster]()
+        """Update the averages; returns the clusters whose operators can't wait for their turn."""
+        started = {cluster for cluster in steps if cluster.steps == 0 or not cluster.fits}
         alike: dict[tuple[torch.device, torch.dtype], list[tuple[Term, Term]]] = {}
+        for cluster in started:
+            self._drop_others(cluster)
         for cluster, step in [(cluster, step) for cluster, terms in steps.items() for step in terms]:
             system, S = step.equation, step.S
             assert isinstance(system, System)
             held = self.averages.get(system)
-            if held is None or self._shapes[system] != system.summed_shapes:
+            if held is None:
                 started.add(cluster)
                 self.averages[system], self._shapes[system] = step, system.summed_shapes
                 if not S.is_meta:
@@ -251,6 +256,12 @@ class Averages:
             if unused.counted is not None:
                 unused.counted.mul_(decay)
         return started
+
+    def _drop_others(self, cluster: Cluster) -> None:
+        """Drop averages for other parameters than are trained now."""
+        for system in cluster.systems:
+            if system in self.averages and self._shapes[system] != system.shapes:
+                del self.averages[system]
 
     def _unused(self, steps: Mapping[Cluster, Sequence[Term]]) -> Iterator[Term]:
         """Averages of systems that share parameters with those of a step but were not used in it: they age too."""
@@ -337,6 +348,7 @@ class Averages:
         for system in cluster.systems:
             if system.name not in names or system in self.averages or not system.trained:
                 continue
+            system.make_leaves()
             device = None if cluster.mine else "meta"
             self.averages[system] = Term(system, *(torch.zeros_like(x, device=device) for x in system.leaves))
             self._shapes[system] = system.summed_shapes
@@ -368,15 +380,10 @@ class Averages:
             yield f"{cluster.name}.steps", torch.tensor(cluster.steps), cluster, False
             for system in cluster.systems:
                 if system in self.averages:
-                    average, samples = self.averages[system], self.averages[system].samples
-                    assert samples is not None
-                    yield f"{system.name}.S", average.S, cluster, True
-                    yield (
-                        f"{system.name}.samples",
-                        samples if average.counted is not None else samples.clone(),
-                        cluster,
-                        True,
-                    )
+                    _, S, samples = self.averages[system]  # of what was trained, and now another bias may be
+                    yield f"{system.name}.S", S, cluster, True
+                    held = samples if samples is not None else S[0, -1, -1].clone()
+                    yield f"{system.name}.samples", held, cluster, True
             for equation, operator in cluster.pairs:
                 yield f"{equation.name}.kept", operator.kept, cluster, cluster.way == "gradient"
 
@@ -384,24 +391,30 @@ class Averages:
         """Take over a state; tensors are copied, and those that other ranks own need not be there.
 
         Raises:
-            ValueError: an entry is missing, not expected, or of another shape.
+            ValueError: an entry is missing, not expected, or of another shape; all averages then start anew.
         """
         for cluster in self.clusters:
             saved = [system.name for system in cluster.systems if f"{system.name}.S" in state]
+            self._drop_others(cluster)
             for system in cluster.systems if cluster.mine else ():
                 if system.name not in saved:
                     self.averages.pop(system, None)
             self._start(cluster, saved)
             self._make_room(cluster, self._joined(cluster))
-        expected = set[str]()
-        for name, tensor, cluster, owned in self._entries():
-            expected.add(name)
-            if cluster.mine or not owned:
-                _load(name, tensor, state)
+        expected = {
+            name: tensor for name, tensor, cluster, owned in self._entries() if cluster.mine or not owned
+        }
+        try:
+            _check(state, expected, {name for name, *_ in self._entries()})
+        except ValueError:
+            self.averages = {}
+            for cluster in self.clusters:
+                cluster.reach(0)
+            raise
+        for name, tensor in expected.items():
+            tensor.copy_(state[name])
         for cluster in self.clusters:
             cluster.reach(int(state[f"{cluster.name}.steps"]))
-        if unknown := sorted(state.keys() - expected):
-            raise ValueError(f"the state has {unknown[0]!r}, which this model has no use for")
 
 
 def _for_groups(counts: Sequence[Tensor | None], S: Tensor) -> Tensor:
@@ -410,10 +423,14 @@ def _for_groups(counts: Sequence[Tensor | None], S: Tensor) -> Tensor:
     return stacked.repeat_interleave(len(S) // len(stacked)).view(-1, *[1] * (S.dim() - 1))
 
 
-def _load(name: str, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
-    if name not in state:
-        raise ValueError(f"the state has no {name!r}, which this model needs")
-    if state[name].shape != tensor.shape:
-        found, wanted = list(state[name].shape), list(tensor.shape)
-        raise ValueError(f"{name!r} should have shape {wanted} but has {found}")
-    tensor.copy_(state[name])
+def _check(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], known: Collection[str]) -> None:
+    """Raise ValueError unless a state has what is expected, in its shape, and nothing that is not known."""
+    remedy = "; a state fits a model of the same layers, in which the same parameters are trained"
+    for name, tensor in expected.items():
+        if name not in state:
+            raise ValueError(f"the state has no {name!r}, which this model needs{remedy}")
+        if state[name].shape != tensor.shape:
+            found, wanted = list(state[name].shape), list(tensor.shape)
+            raise ValueError(f"{name!r} should have shape {wanted} but has {found}{remedy}")
+    if unknown := sorted(state.keys() - known):
+        raise ValueError(f"the state has {unknown[0]!r}, which this model has no use for{remedy}")

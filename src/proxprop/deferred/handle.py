@@ -159,6 +159,8 @@ class Attached(Joinable):
                 cluster.watch.drop_given_up()
             if cluster.due or not cluster.resting:
                 observed.append(cluster)
+                if cluster.watch.resting:
+                    cluster.watch.tell_unseen()
             elif cluster.watch.look():
                 cluster.watch.refuse_mixed()
                 resting.append(cluster)
@@ -286,11 +288,14 @@ class Attached(Joinable):
         """Take over what `state_dict` gave; training goes on exactly where it stopped.
 
         Raises:
-            ValueError: the state is of another model, or there are no running averages here.
+            ValueError: the state is of another model, or other parameters are trained here, so that averages start
+                anew; or there are no running averages here.
         """
         if self.averages is not None:
-            self.averages.load(state)
-            self._rest(self.clusters)
+            try:
+                self.averages.load(state)
+            finally:
+                self._rest(self.clusters)
         elif state:
             raise ValueError(
                 "this handle keeps no running averages: attach with running=proxprop.Running(...)"

@@ -71,14 +71,20 @@ class Cluster:
 
     @property
     def device(self) -> torch.device:
-        """Where S is summed."""
-        return self.systems[0].leaves[0].device
+        """Where S is summed; where the parameters are while none is trained."""
+        leaves = (leaf for system in self.systems for leaf in system.leaves)
+        return next(leaves, self.parameters[0]).device
 
     @property
     def observed(self) -> bool:
         """Whether S is summed in this step: it is due, or other parameters are trained than operators were made for."""
         trained = [p.requires_grad for p in self.parameters]
         return (self.due or trained != self._made_for) and True in trained
+
+    @property
+    def fits(self) -> bool:
+        """Whether operators were made for what is trained."""
+        return [p.requires_grad for p in self.parameters] == self._made_for
 
     @property
     def resting(self) -> bool:
@@ -168,7 +174,7 @@ class Watch:
         self._task = -1
         self._summed = self._warned = self._mixed = False
         self._seen: list[Mark] = [None] * len(self.parameters)
-        self._solved = list[Mark]()
+        self._solved, self._held = list[Mark](), list[ref[Tensor] | None]()
         self._hooks: dict[int, tuple[Any, Tensor]] = {}
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
@@ -234,10 +240,24 @@ class Watch:
                 self._arrived.clear()
         return self.waiting
 
+    def tell_unseen(self) -> None:
+        """Warn if a gradient came while resting, in a step that should have been observed."""
+        if self._arrived:
+            self._arrived.clear()
+            warnings.warn(
+                f"{self.cluster.name}: this step keeps BackProp's gradient and is left out of the running average, "
+                "because it trains other parameters than the one before, which was noticed too late: they were frozen "
+                "or unfrozen between backward and the step, or the model is compiled, or only a part of it was called",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
     def _was_added_to(self, parameter: Tensor) -> bool:
         """Whether all that was done to a gradient since the last solve is that backward passes added to it."""
-        for p, solved, now in zip(self.parameters, self._solved, self._marks(), strict=False):
-            if p is parameter and now is not None:
+        for p, solved, held, now in zip(
+            self.parameters, self._solved, self._held, self._marks(), strict=False
+        ):
+            if p is parameter and now is not None and held is not None and held() is p.grad:
                 count, place = now
                 return solved == (count - sum([other is p for other in self._arrived]), place)
         return False
@@ -295,8 +315,11 @@ class Watch:
 
     def note_solved(self) -> None:
         """The gradients hold the direction now."""
-        self._solved = self._marks()
+        self._solved, self._held = self._marks(), []
+        for parameter in self.parameters:  # another gradient may come to lie where this one was
+            self._held.append(ref(g) if (g := parameter.grad) is not None else None)
         self.waiting = False
+        self._arrived.clear()  # also what came to gradients that were given up, before a step that is observed
 
     def holds_direction(self) -> bool:
         """Whether a gradient is surely still the direction of the last solve."""
@@ -306,7 +329,7 @@ class Watch:
         return any(own is not None and own == solved for own, solved in zip(now, self._solved, strict=False))
 
     def forget_if_zeroed(self) -> None:
-        """Drop S if a gradient that belongs to it was set to None or to zero; the latter is decided on the device."""
+        """Drop S if a gradient of it was set to None, or all that changed to zero; the device decides the latter."""
         last = zip(self.parameters, self._seen, self._marks(), strict=True)
         seen = any(self._seen)
         gradients = [(p.grad, then != own) for p, then, own in last if then is not None or not seen]
@@ -318,13 +341,10 @@ class Watch:
                 system.forget()
         if none or self._spread:
             return
-        # In a bucket of DDP's, gradients count their writes together: one that was zero all along seems to change.
-        together: dict[int, list[Tensor]] = {}
-        for gradient, changed in gradients:
-            if gradient is not None and not gradient.is_sparse and changed:
-                together.setdefault(gradient.untyped_storage().data_ptr(), []).append(gradient)
-        for changed_together in together.values():
-            zeroed = ~torch.stack([gradient.any() for gradient in changed_together]).any()
+        # A gradient may be zero all along, and be written to with those that are not: clipped, or in a bucket of DDP's.
+        rewritten = [g for g, changed in gradients if g is not None and not g.is_sparse and changed]
+        if rewritten:
+            zeroed = ~torch.stack([gradient.any() for gradient in rewritten]).any()
             for system in self.systems:
                 system.clear_where(zeroed)
 

@@ -26,7 +26,7 @@ from proxprop.deferred.collectives import Bucket, Group, Traffic, buckets
 from proxprop.deferred.equation import Term
 from proxprop.deferred.observing import Cluster, by_group
 from proxprop.distributed import is_sharded, local, mesh_of, several_ranks
-from proxprop.torch_internals import active_ddp, averages_gradients, timeout, tree_flatten
+from proxprop.torch_internals import active_ddp, averages_gradients, is_compiled, timeout, tree_flatten
 
 
 class Ranks:
@@ -134,6 +134,28 @@ class Round:
         self.sent.append((systems, self._group.send(tensors, systems[0].cluster.owner, common)))
 
 
+class AfterForward:
+    """A hook of a model that may be wrapped by DDP later. A copy of it does nothing.
+
+    torch decides before a forward pass whether it has hooks, so that one of the wrapper's comes too late for the pass
+    in which it is met. Without it ranks that use other layers in that pass would not send the same.
+    """
+
+    def __init__(self, reduction: "Reduction | None" = None) -> None:
+        self.reduction = reduction
+
+    def __call__(self, model: nn.Module, _: Any, output: Any) -> None:
+        """Have the output tell when backward begins, if the wrapper around this very model is called."""
+        around = active_ddp()
+        if self.reduction is None or torch.compiler.is_compiling() or around is None:
+            return
+        if self.reduction.notice() is around and self.reduction.hooks_behind(around):
+            self.reduction.after_forward(around, model, output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AfterForward, ()
+
+
 class Reduction:
     """Brings every system's S and number of samples to its owner, summed over all ranks that share the batch.
 
@@ -147,10 +169,13 @@ class Reduction:
         self.ranks, self.systems, self._settle = Ranks(model), list(systems), settle
         self._round: Round | None = None
         self._totals: dict[System, list[Tensor]] = {}
-        self._hook: Any = None
+        self._model = ref(model)
         layers = Counter(system.layer for system in systems)
         self._in_use = {system for system in systems if layers[system.layer] == 1}
-        self._watch(self.ranks.wrapper or _outermost(model))
+        around = self.ranks.wrapper or _outermost(model)
+        waits = around is None and several_ranks()
+        self._hooks = [model.register_forward_hook(AfterForward(self))] if waits else []
+        self._watch(around)
 
     def notice(self) -> Any:
         """Look, in a layer's forward, whether DDP was put around the model after `attach`.
@@ -161,8 +186,13 @@ class Reduction:
         wrapper = self.ranks.wrapper
         if wrapper is None and (wrapper := active_ddp()) is not None:
             self.ranks.wrapper = wrapper
-            self._watch(wrapper)
+            self._watch(None if self.hooks_behind(wrapper) else wrapper)
         return wrapper
+
+    def hooks_behind(self, wrapper: Any) -> bool:
+        """Whether the model, which has a hook, is all that a wrapper calls."""
+        model = self._model()
+        return bool(self._hooks) and model is not None and model is wrapper.module and not is_compiled(model)
 
     def shadow(self) -> None:
         """Take part in a round of other ranks with nothing to add; sums under `no_sync` are lost, as in DDP."""
@@ -171,9 +201,9 @@ class Reduction:
         self._begin(synchronised=True)
 
     def release(self) -> None:
-        """Take the hook off the wrapper."""
-        if self._hook is not None:
-            self._hook.remove()
+        """Take the hooks off the wrapper and the model."""
+        for hook in self._hooks:
+            hook.remove()
 
     def reached(self, system: System) -> None:
         """A backward pass has added to one of a system's leaves all that it will."""
@@ -241,9 +271,10 @@ class Reduction:
         """Settle owners while all ranks are here, and have what is around the model tell when backward begins."""
         self._settle(self.ranks)
         if around is not None and several_ranks():
-            self._hook = around.register_forward_hook(self._after_forward)
+            self._hooks = [*self._hooks, around.register_forward_hook(self.after_forward)]
 
-    def _after_forward(self, around: Any, _: Any, output: Any) -> None:
+    def after_forward(self, around: Any, _: Any, output: Any) -> None:
+        """Have an output of what is around the model tell when backward begins."""
         begun: list[bool] = []
         synchronised = averages_gradients(around)
 

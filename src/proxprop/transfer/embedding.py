@@ -126,7 +126,7 @@ class EmbeddingBagTransfer(Table):
         padding: int | None,
         sparse: bool,
     ) -> None:
-        index = inputs[0]
+        index = inputs[0].long()
         weights = inputs[-1] if has_weights else torch.ones_like(index, dtype=like.dtype)
         super().__init__(index, weights, shapes, padding, sparse)
         self.bags = like.shape[0]
@@ -168,4 +168,4 @@ class EmbeddingBagTransfer(Table):
         if offsets is None:
             return torch.arange(self.bags, device=index.device).repeat_interleave(index.shape[1])
         items = torch.arange(index.numel(), device=index.device)
-        return torch.searchsorted(offsets[: self.bags].contiguous(), items, right=True) - 1
+        return torch.searchsorted(offsets[: self.bags].long().contiguous(), items, right=True) - 1

@@ -84,10 +84,10 @@ def _checked(tensors: dict[str, Tensor], path: Path, part: str) -> dict[str, Ten
         raise Refused(
             f"{path}: {part}labels should be integers [samples] but are {labels.dtype} {list(labels.shape)}"
         )
-    if inputs.ndim < 2 or len(inputs) != len(labels) or len(labels) == 0:
+    if inputs.ndim < 2 or len(inputs) != len(labels) or inputs.numel() == 0:
         raise Refused(
-            f"{path}: {part}inputs should be [samples, ...] with {len(labels)} samples, at least one, "
-            f"but are {list(inputs.shape)}"
+            f"{path}: {part}inputs should be [samples, ...] with {len(labels)} samples, at least one, and at least one "
+            f"number in each, but are {list(inputs.shape)}"
         )
     if inputs.is_complex():
         raise Refused(f"{path}: {part}inputs should be real numbers but are {inputs.dtype}")

@@ -114,12 +114,16 @@ def read(path: Path) -> list[dict[str, str]]:
     """The rows of a table; none where there is no file.
 
     Raises:
-        Refused: it is no table in UTF-8.
+        Refused: it is no table in UTF-8, or a row has too few or too many cells.
     """
     if not path.is_file():
         return []
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            return list(csv.DictReader(file))
+            rows = list(csv.DictReader(file))
     except (UnicodeDecodeError, csv.Error) as error:
         raise Refused(f"{path} is not a readable .csv in UTF-8: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        if None in row or None in row.values():
+            raise Refused(f"{path} row {number} should have as many cells as the first line, but has not")
+    return rows
