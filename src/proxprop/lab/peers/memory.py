@@ -1,6 +1,7 @@
 """The most memory that some work holds at once, on any device."""
 
 import itertools
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -8,6 +9,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 T = TypeVar("T")
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler's own log hides ours
 
 
 def peak(work: Callable[[], T], device: torch.device) -> tuple[T, int]:
