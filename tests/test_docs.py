@@ -115,7 +115,7 @@ def test_the_readmes_ratios_are_the_records() -> None:
     assert f"In TF32, where BackProp's own products are fast, the MLP costs {tf32}; in bf16 {bf16}" in text
     methods = "cg1", "cg3", "cg10", "exact"
     cpu = [f"{ratio('mlp-500', method, record='cpu-calm')} ({method})" for method in methods]
-    assert f"On two CPU cores it costs {', '.join(cpu[:-1])} and {cpu[-1]}" in text
+    assert f"the paper's MLP costs {', '.join(cpu[:-1])} and {cpu[-1]}, with quartiles" in text
     small = [f"{ratio('digits-100', method, record='cpu-calm')} ({method})" for method in ("cg3", "exact")]
     assert f"ms with BackProp, costs {' and '.join(small)}" in text
 

@@ -40,7 +40,7 @@ HUGE_PAGE_LEAST_BYTES = 2**25
 # Conjugate gradients (`solvers/cg.py`, `solvers/eigenbasis.py`)
 
 CPU_BLOCK_BYTES = 6 * 2**20
-"""Most bytes of the arrays that a CPU works on at a time, to save memory (cpu.json)."""
+"""Most bytes of the arrays that a CPU works on at a time, to save memory (ablation-cpu-blocks.json)."""
 
 CPU_BLOCK_LEAST_OUTPUTS = 512
 """Fewest outputs that a CPU works on at a time; smaller blocks re-read K too often (cpu.json)."""
