@@ -275,7 +275,7 @@ def over_the_limit() -> str:
     """Which proximal steps take more memory than they may, in any of the captured records or on a CPU."""
     found = [
         f"{row['network']} {row['method']} in {row['precision']} ({row['memory']:.3f} in {name}.json)"
-        for name in ("h200", "h200-bf16", *SPACES_ON_A_GPU, "cpu")
+        for name in ("h200", "h200-bf16", *SPACES_ON_A_GPU, "cpu", "cpu-calm")
         for row in read(name)["rows"]
         if row["method"] in PROXIMAL and row["memory"] > MOST_MEMORY
     ]

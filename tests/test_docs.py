@@ -116,6 +116,10 @@ def test_the_readmes_ratios_are_the_records() -> None:
     methods = "cg1", "cg3", "cg10", "exact"
     cpu = [f"{ratio('mlp-500', method, record='cpu-calm')} ({method})" for method in methods]
     assert f"the paper's MLP costs {', '.join(cpu[:-1])} and {cpu[-1]}, with quartiles" in text
+    convnet = " and ".join(
+        f"{ratio('convnet-500', method, record='cpu-calm')} ({method})" for method in ("cg3", "exact")
+    )
+    assert f"within a tenth, and its ConvNet {convnet}" in text
     small = [f"{ratio('digits-100', method, record='cpu-calm')} ({method})" for method in ("cg3", "exact")]
     assert f"ms with BackProp, costs {' and '.join(small)}" in text
 
