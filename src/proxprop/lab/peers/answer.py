@@ -220,7 +220,7 @@ def _lift(fed: Cell | None, alone: Cell | None) -> str:
 
 
 def _arrow(ours: Spread, theirs: Spread) -> str:
-    return {"wins": " ↑", "loses": " ↓", "ties": ""}[analysis.verdict(ours, theirs)]
+    return {"wins": "\u00a0↑", "loses": "\u00a0↓", "ties": ""}[analysis.verdict(ours, theirs)]
 
 
 def wrapped(found: Cells) -> list[str]:
