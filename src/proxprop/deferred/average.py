@@ -401,11 +401,10 @@ class Averages:
                     self.averages.pop(system, None)
             self._start(cluster, saved)
             self._make_room(cluster, self._joined(cluster))
-        expected = {
-            name: tensor for name, tensor, cluster, owned in self._entries() if cluster.mine or not owned
-        }
+        entries = [*self._entries()]
+        expected = {name: tensor for name, tensor, cluster, owned in entries if cluster.mine or not owned}
         try:
-            _check(state, expected, {name for name, *_ in self._entries()})
+            _check(state, expected, {name for name, *_ in entries})
         except ValueError:
             self.averages = {}
             for cluster in self.clusters:

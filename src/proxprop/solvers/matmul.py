@@ -174,6 +174,7 @@ def cast(array: Tensor, dtype: torch.dtype) -> Tensor:
 def widened(array: Tensor) -> Tensor:
     """An array in the precision of sums over it."""
     dtype = device.precision(array)
+    # not by `cast`, which would be one more call for every observed layer
     return array if array.dtype == dtype else array.to(dtype)
 
 
