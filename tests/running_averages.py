@@ -38,9 +38,12 @@ def rows(x: Tensor) -> Tensor:
     return torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
 
 
-def stated(C: Tensor, B: Tensor, damping: float, solver: Solver) -> Tensor:
+def stated(C: Tensor, B: Tensor, damping: float, solver: Solver, power: float = 1.0) -> Tensor:
     c = C.diagonal().mean()
     eye = torch.eye(len(C), dtype=C.dtype)
+    if power != 1:
+        values, vectors = torch.linalg.eigh(C)
+        return vectors @ (((1 + damping) * c / (damping * c + values)) ** power * vectors).T @ B
     if isinstance(solver, Exact):
         return (1 + damping) * c * torch.linalg.solve(damping * c * eye + C, B)
     return (1 + damping) * c * solver.features(C[None], B[None], float(damping * c)).value[0]

@@ -43,6 +43,48 @@ def test_the_direction_is_the_stated_one(solver: Solver, every: int, damping: fl
         assert relative_error(found, stated(C, A.T @ G, damping, solver)) < 1e-9
 
 
+@works("The root of running averages (`running=Running(power=0.5)`)", mode="deferred")
+@pytest.mark.parametrize("solver", [Exact(), CG(5)], ids=str)
+@pytest.mark.parametrize("damping", [1e-3, 0.3, 1e3])
+@pytest.mark.parametrize("limit", [0, 2**28])
+def test_the_inverse_root_is_accurate_to_a_percent(
+    solver: Solver, damping: float, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where memory allows one inverse at a time; five steps of CG are exact for five features."""
+    monkeypatch.setattr(tuning, "INVERTED_TOGETHER_MOST_BYTES", limit)
+    layer, optimizer = attached(
+        solver, Running(decay=0.8, update_every=1, invert_every=1, damping=damping, power=0.5)
+    )
+    S, N = torch.zeros(5, 5, dtype=torch.float64), 0.0
+    for x, G in batches(3):
+        found = stepped(layer, optimizer, x, G)
+        A = rows(x)
+        S, N = 0.8 * S + A.T @ A, 0.8 * N + len(x)
+        assert relative_error(found, stated(S / N, A.T @ G, damping, solver, 0.5)) < 0.01
+
+
+@pytest.mark.parametrize("block", [None, 3])
+@pytest.mark.parametrize("kind", ["convolution in groups", "linear", "normalisation"])
+def test_the_root_twice_is_the_inverse(kind: str, block: int | None) -> None:
+    made: list[nn.Module] = [nn.Conv2d(4, 4, 2, groups=2), nn.Flatten(), nn.Linear(64, 5), nn.LayerNorm(5)]
+    x, steps = randn(9, 4, 5, 5, seed=1), list[list[Tensor]]()
+    for running in (Running(block=block), Running(block=block, power=0.5)):
+        torch.manual_seed(0)
+        model = nn.Sequential(*copy.deepcopy(made)).double()
+        layer = {"convolution in groups": 0, "linear": 2, "normalisation": 3}[kind]
+        exclude = [str(other) for other in (0, 2, 3) if other != layer]
+        proxprop.convert(model, Exact(), exclude=exclude, include_last=True, module_types="all")
+        parameters = list(model[layer].parameters())
+        attached = proxprop.attach(torch.optim.SGD(parameters, lr=0.0), model, running=running)
+        (model(x) ** 3).sum().backward()
+        attached.solve()
+        if running.power == 0.5:  # once more
+            attached.directions.write({c: c.pairs for c in attached.clusters}, set(), False)
+        steps.append([parameter.grad for parameter in parameters])
+    for once, twice in zip(*steps, strict=True):
+        assert relative_error(twice, once) < 0.02
+
+
 @works("Running averages of S (`running=Running(...)`)", mode="deferred")
 @SOLVERS
 @pytest.mark.parametrize("scaling", ["paper", "gradient"])
@@ -80,8 +122,8 @@ def test_what_is_made_anew_stays_in_its_place(solver: Solver) -> None:
 def test_a_copy_from_an_owner_has_the_damping_of_now() -> None:
     """Only the matrix is sent: a rank that receives it knows `tau_theta` itself."""
     M, device = torch.eye(3)[None], torch.device("cpu")
-    before = room(Form(M, 1.0, 1.0), CG(3), None, device)
-    again = room(Form(M.to("meta"), 0.5, 2.0), CG(3), None, device, before)
+    before = room(Form(M, ((1.0, 1.0),)), CG(3), None, device)
+    again = room(Form(M.to("meta"), ((0.5, 2.0),)), CG(3), None, device, before)
     assert again.kept.data_ptr() == before.kept.data_ptr()
     again.kept.copy_(M)
     assert again.apply(torch.ones(1, 3, 1)).value == pytest.approx(2.0 / 1.5)
@@ -794,6 +836,8 @@ def test_a_handle_without_running_averages_has_no_state() -> None:
         ({"damping": 0.0}, r"damping should be > 0 and at most 1e\+30, or None, but is 0.0"),
         ({"damping": 1e31}, "damping should be"),
         ({"damping": float("nan")}, "damping should be"),
+        ({"power": 0.7}, "power should be 1 or 0.5 but is 0.7"),
+        ({"power": 0.5, "damping": None}, "power=0.5 should come with a damping, but that is None"),
         (
             {"inverse_dtype": torch.float16},
             "inverse_dtype should be torch.bfloat16 or None but is torch.float16",

@@ -17,6 +17,7 @@ from proxprop.deferred.equation import BlockLayout, Equation, Term, join, total
 from proxprop.deferred.observing import Cluster, Pair
 from proxprop.deferred.preconditioner import (
     Form,
+    Numbers,
     Operator,
     absolute_form,
     absolute_numbers,
@@ -25,6 +26,7 @@ from proxprop.deferred.preconditioner import (
     relative_form,
     relative_numbers,
     room,
+    root_numbers,
 )
 from proxprop.deferred.writer import bring_operators, plain
 from proxprop.torch_internals import add_all, multiply_all, norms
@@ -32,6 +34,9 @@ from proxprop.transfer import Shapes
 
 MOST_DAMPING = 1e30
 """The largest damping: D is B long before, and float32 holds no number much larger."""
+
+POWERS = (1.0, 0.5)
+"""The powers of the inverse that can be asked for."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,11 @@ class Running:
     so that C is a weighted mean over samples from the first step on, whatever their number in a step. With c the
     mean of C's diagonal (in each group) and B the gradient of the step, the direction is
 
-        D = (1 + ρ)·c·(ρcI + C)⁻¹ B,    ρ = damping.
+        D = ((1 + ρ)·c)^p · (ρcI + C)^(-p) B,    ρ = damping, p = power.
 
     c makes one ρ serve layers of any input scale. The factor in front keeps the gradient's scale: where C is a
-    multiple of the identity D is B itself, as ρ grows D tends to B, and the largest eigenvalue of `D = P B` times C,
-    which bounds stable learning rates, is at most `(1 + ρ)·c`, while BackProp's is C's largest eigenvalue.
+    multiple of the identity D is B itself, as ρ grows D tends to B, and with p = 1 the largest eigenvalue of `D = P B`
+    times C, which bounds stable learning rates, is at most `(1 + ρ)·c`, while BackProp's is C's largest eigenvalue.
 
     Args:
         decay: how much of the average is kept from one step to the next, in [0, 1). It looks back as many steps
@@ -61,6 +66,9 @@ class Running:
             last update before its turn. All small ones have theirs in the first of these steps, with the update.
         damping: ρ > 0, at most 1e30. None takes the layer's own `tau_theta` and `scaling`, with `N·C` of the step in
             the place of S; there are no turns then.
+        power: 1, the proximal direction; or 0.5, halfway between it and the gradient. The inverse root is a mean of
+            proximal directions over step sizes: a sum of some inverses with larger dampings, three to six as a rule,
+            which is accurate to 1 % in every eigendirection. It takes as many times longer to make; steps do not.
         rows: estimate S of a call from so many of its rows, drawn without replacement, and scale it up. The
             estimate is unbiased, and its mean square error is `N²/rows·(1 − rows/N)·s²`, with
             `s² = Σ‖aaᵀ − S/N‖² / (N − 1)` over the N rows a. The gradient takes all rows. None takes all for S too.
@@ -84,6 +92,7 @@ class Running:
     update_every: int = 10
     invert_every: int = 10
     damping: float | None = 0.3
+    power: float = 1.0
     rows: int | None = None
     inverse_dtype: torch.dtype | None = None
     block: int | None = None
@@ -106,6 +115,12 @@ class Running:
         if self.damping is not None and not 0 < self.damping <= MOST_DAMPING:
             raise ValueError(
                 f"damping should be > 0 and at most {MOST_DAMPING:g}, or None, but is {self.damping}"
+            )
+        if self.power not in POWERS:
+            raise ValueError(f"power should be 1 or 0.5 but is {self.power}")
+        if self.power != 1 and self.damping is None:
+            raise ValueError(
+                "power=0.5 should come with a damping, but that is None, which takes tau_theta's"
             )
         if not self.copies >= 0:
             raise ValueError(f"copies should be a number of bytes but is {self.copies!r}")
@@ -312,7 +327,7 @@ class Averages:
         for term in terms:
             equation = term.equation
             operator = room(
-                Form(term.S, *self._numbers(equation)),
+                Form(term.S, self._numbers(equation)),
                 equation.layer._settings.solver,
                 self.running.inverse_dtype,
                 device,
@@ -321,11 +336,14 @@ class Averages:
             pairs.append((equation, operator))
         cluster.keep(pairs)
 
-    def _numbers(self, equation: Equation) -> tuple[float, float]:
-        """λ and the factor of an equation's operator."""
-        if self.running.damping is not None:
-            return relative_numbers(self.running.damping)
-        return absolute_numbers(equation.layer._settings)
+    def _numbers(self, equation: Equation) -> Numbers:
+        """λ and the factor of each summand of an equation's operator."""
+        damping = self.running.damping
+        if damping is None:
+            return absolute_numbers(equation.layer._settings)
+        if self.running.power == 1:
+            return relative_numbers(damping)
+        return root_numbers(damping, self._sizes(equation)[0])
 
     @staticmethod
     def _sizes(equation: Equation) -> tuple[int, int]:
@@ -338,7 +356,7 @@ class Averages:
         """The forms of alike averages, as groups of one."""
         S, (first, *_) = torch.cat([term.S for term in terms]), terms
         if self.running.damping is not None:
-            return relative_form(S, self.running.damping, *self._sizes(first.equation))
+            return relative_form(S, self._numbers(first.equation), *self._sizes(first.equation))
         now, averaged = _for_groups(samples, S), _for_groups([term.samples for term in terms], S)
         S.mul_(now / averaged.clamp(min=1e-30))
         return absolute_form(S, now, first.equation.layer._settings)

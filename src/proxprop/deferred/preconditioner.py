@@ -1,7 +1,12 @@
-"""What turns a gradient into a direction: `B -> factor·(λI + M)⁻¹B`, by a solver, from rows, or by an inverse."""
+"""What turns a gradient into a direction: `B -> Σ factor·(λI + M)⁻¹B`, by a solver, from rows, or by an inverse.
 
+The sum has one summand, or as many as an inverse root takes.
+"""
+
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -13,24 +18,26 @@ from proxprop.replay import Outcome, replays
 from proxprop.settings import Settings
 from proxprop.solvers import FEATURE, MATRIX_FREE, SAMPLE, Exact, Sizes, Solution, Solver
 from proxprop.solvers.cholesky import factorize_whole
+from proxprop.solvers.inverse_root import resolvents
 from proxprop.solvers.matmul import transposed_product
 from proxprop.solvers.plan import remembered_plan
 from proxprop.torch_internals import copy_all
 from proxprop.transfer import LinearTransfer
 
+Numbers = tuple[tuple[float, float], ...]
+"""λ and the factor of each summand."""
+
 
 class Form(NamedTuple):
-    """M, λ and the factor: all that a direction depends on beside B and the solver.
+    """M, and λ and the factor of each summand: all that a direction depends on beside B and the solver.
 
     Attributes:
         M: `[groups, features, features]`, or a diagonal `[groups, features]`.
-        damping: λ.
-        factor: what the solution is multiplied by.
+        numbers: λ and what the solution is multiplied by.
     """
 
     M: Tensor
-    damping: float
-    factor: float
+    numbers: Numbers
 
 
 def absolute_form(S: Tensor, samples: Tensor | None, settings: Settings) -> Form:
@@ -38,24 +45,24 @@ def absolute_form(S: Tensor, samples: Tensor | None, settings: Settings) -> Form
     if settings.scaling == "gradient":
         assert samples is not None
         S = S.div_(samples.clamp(min=1.0))
-    return Form(S, *absolute_numbers(settings))
+    return Form(S, absolute_numbers(settings))
 
 
-def absolute_numbers(settings: Settings) -> tuple[float, float]:
+def absolute_numbers(settings: Settings) -> Numbers:
     """λ and the factor of a layer's own settings."""
     damping = 1 / settings.tau_theta
-    return damping, damping if settings.scaling == "gradient" else 1.0
+    return ((damping, damping if settings.scaling == "gradient" else 1.0),)
 
 
-def relative_form(S: Tensor, damping: float, features: int, blocks: int = 1) -> Form:
-    """`(1 + ρ)·c·(ρcI + S)⁻¹B` with c the mean of S's diagonal, for each group: the scale of S drops out.
+def relative_form(S: Tensor, numbers: Numbers, features: int, blocks: int = 1) -> Form:
+    """S divided by c, the mean of its diagonal, for each group: the scale of S drops out.
 
-    Where S is c times the identity this is B itself, whatever ρ; as ρ grows it tends to B. It is B too where S is
-    zero, which says nothing of inputs to come: those of an expert that saw no token yet. S is overwritten.
+    Where S is zero it says nothing of inputs to come, those of an expert that saw no token yet; the identity stands
+    for it. S is overwritten.
 
     Args:
         S: any multiple of it gives the same.
-        damping: ρ.
+        numbers: λ and the factor of each summand.
         features: of the layer.
         blocks: how many groups of S are the blocks of one matrix.
     """
@@ -65,12 +72,18 @@ def relative_form(S: Tensor, damping: float, features: int, blocks: int = 1) -> 
     unseen = mean == 0
     S.div_(torch.where(unseen, 1.0, mean))
     diagonal.add_(unseen.view(-1, 1))
-    return Form(S, *relative_numbers(damping))
+    return Form(S, numbers)
 
 
-def relative_numbers(damping: float) -> tuple[float, float]:
-    """λ and the factor where the scale of S drops out."""
-    return damping, 1 + damping
+def relative_numbers(damping: float) -> Numbers:
+    """λ and the factor of `(1 + ρ)·(ρI + M)⁻¹`: B stays B where M is the identity, and as ρ grows."""
+    return ((damping, 1 + damping),)
+
+
+def root_numbers(damping: float, features: int) -> Numbers:
+    """λ and the factor of each summand of `√(1 + ρ)·(ρI + M)^(-1/2)`, where no eigenvalue of M is above `features`."""
+    scale = math.sqrt(1 + damping)
+    return tuple((damping + s, scale * weight) for s, weight in resolvents(damping, damping + features))
 
 
 @dataclass(eq=False)
@@ -96,24 +109,28 @@ class Solve:
         """The solver's answer."""
         if B.numel() == 0:
             return Solution(B)
-        solver, (M, damping, factor) = self.solver, self.form
+        solver, (M, numbers) = self.solver, self.form
 
         def solve(given: Sequence[Tensor]) -> Solution:
             S, B = given
-            if S is M and not self.once:  # a replay has a copy of its own
-                S = M.clone()
-            return solver.features(S, B, damping).times(factor)
+            kept = len(numbers) > 1 or (S is M and not self.once)  # a replay has a copy of its own
+            found = [
+                solver.features(S.clone() if kept else S, B, damping).times(factor)
+                for damping, factor in numbers
+            ]
+            return reduce(Solution.plus, found)
 
-        return replayed((solver, damping, factor), solve, (M, B)) if solver.capturable else solve((M, B))
+        return replayed((solver, numbers), solve, (M, B)) if solver.capturable else solve((M, B))
 
     def scale(self) -> Tensor:
-        """What each feature is multiplied by where M is diagonal: `factor / (λ + M)`, `[groups, features]`."""
-        return self.form.factor / (self.form.M + self.form.damping)
+        """What each feature is multiplied by where M is diagonal: `Σ factor / (λ + M)`, `[groups, features]`."""
+        M, numbers = self.form
+        return reduce(torch.add, [factor / (M + damping) for damping, factor in numbers])
 
 
 @dataclass(eq=False)
 class Inverse:
-    """`factor·(λI + M)⁻¹` as a matrix; `1/(λ + trace M)` times the factor where a factorisation failed.
+    """`Σ factor·(λI + M)⁻¹` as a matrix; where a factorisation failed, `1/(λ + trace M)` stands for that inverse.
 
     Attributes:
         kept: the matrix `[groups, features, features]`, which may be moved to lie beside others.
@@ -206,7 +223,7 @@ class RowSolve:
 
 
 Operator = Solve | Inverse | RowSolve
-"""`B -> factor·(λI + M)⁻¹B`; `kept` is the matrix that it holds, for many steps where it is an inverse."""
+"""`B -> Σ factor·(λI + M)⁻¹B`; `kept` is the matrix that it holds, for many steps where it is an inverse."""
 
 
 def room(
@@ -261,11 +278,33 @@ def fill(operators: Sequence[Operator], form: Form) -> Sequence[Tensor]:
     if isinstance(operators[0], Solve):
         copy_all([operator.kept for operator in operators], form.M.split(groups))
         return ()
-    X, failed = inverse(form.M, form.damping)
+    X, factor, failed = _summed(form)
     for operator, own in zip(operators, X.split(groups), strict=True):
-        torch.mul(own, form.factor, out=operator.kept)
+        torch.mul(own, factor, out=operator.kept)
     failures: Sequence[Tensor] = failed.split(groups)
     return failures
+
+
+def _summed(form: Form) -> tuple[Tensor, float, Tensor]:
+    """The sum of inverses up to a factor, that factor, and for each group whether an inverse failed to be made.
+
+    Several inverses are made at a time, from copies of M that have more or less on their diagonals.
+    """
+    M, ((least, factor), *more) = form
+    if not more:
+        X, failed = inverse(M, least)
+        return X, factor, failed
+    found, failures, together = torch.zeros_like(M), list[Tensor](), inverted_together(M.nbytes)
+    for start in range(0, len(form.numbers), together):
+        numbers = form.numbers[start : start + together]
+        copies = M.repeat(len(numbers), 1, 1)
+        for copy, (damping, _) in zip(copies.split(len(M)), numbers, strict=True):
+            copy.diagonal(dim1=-2, dim2=-1).add_(damping - least)
+        X, failed = inverse(copies, least)
+        for own, (_, factor) in zip(X.split(len(M)), numbers, strict=True):
+            found.add_(own, alpha=factor)
+        failures += failed.split(len(M))
+    return found, 1.0, torch.stack(failures).any(0)
 
 
 def borrowed(operator: Operator, device: torch.device) -> Operator:

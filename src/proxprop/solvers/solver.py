@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from proxprop.solvers.matmul import times
@@ -44,6 +45,11 @@ class Solution(NamedTuple):
     def times(self, factor: float) -> "Solution":
         """The value multiplied in place; untouched where the factor is 1, as in the paper's scaling."""
         return self if factor == 1.0 else self._replace(value=self.value.mul_(factor))
+
+    def plus(self, other: "Solution") -> "Solution":
+        """The sum of two, the value in this one's place; it failed where either did."""
+        flags = [failed for failed in (self.failed, other.failed) if failed is not None]
+        return Solution(self.value.add_(other.value), torch.stack(flags).any(0) if flags else None)
 
 
 PreparedSolve = Callable[[Tensor], Solution]
