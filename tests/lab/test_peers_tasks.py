@@ -13,8 +13,11 @@ from proxprop.lab.peers.run import FINISHED, Trained, run
 from proxprop.lab.peers.spaces import Setting
 from proxprop.lab.peers.tasks import (
     TASKS,
+    adding,
     anisotropic,
+    arithmetic,
     autoencoder,
+    burgers,
     cifar10,
     convection,
     digits,
@@ -56,6 +59,17 @@ SMALL = {
         cifar10.make("cifar10", "images", Tiny, batch=4, steps=2, augmented=True, data=pictures),
     )
 }
+HELD_OUT = {
+    task.name: task
+    for task in (
+        digits.make("convnet", (8, 4, 10), filters=(3, 2), batch=5, steps=2),
+        burgers.make("burgers", "cpu", viscosity=0.1, width=8, layers=2, batch=8, steps=2),
+        image.make("flower", "cpu", shrink=40, width=8, layers=2, batch=5, steps=2, picture="flower.jpg"),
+        adding.make("adding", "cpu", places=5, width=8, batch=5, steps=2),
+        arithmetic.make("arithmetic", "cpu", layers=1, width=16, batch=5, steps=2),
+    )
+}
+"""They are trained by AdamW alone here, so that their first runs with other methods are the recorded ones."""
 FEW = {"adamw", "muon", "cg3+sgd", "running+muon"}
 CROSS = [
     pytest.param(task, method, marks=[] if method in FEW or task == "digits" else pytest.mark.slow)
@@ -68,6 +82,14 @@ def test_every_method_trains_every_task(task, method):
     outcome = run(SMALL[task], METHODS[method], SETTING, 1, CPU)
     assert outcome.status == FINISHED, outcome.note
     assert len(outcome.scores) == 3
+
+
+@pytest.mark.parametrize("task", HELD_OUT)
+def test_the_reference_trains_every_held_out_task(task):
+    first, second = (run(HELD_OUT[task], METHODS["adamw"], SETTING, 1, CPU) for _ in range(2))
+    assert first.status == FINISHED, first.note
+    assert len(set(first.scores)) == 3, "every step changes the weights"
+    assert first.scores == second.scores
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].ours])
@@ -122,6 +144,84 @@ def test_convections_solution_has_no_loss():
     assert float(convection.residual(Solution(), batch, 3.0).detach()) < 1e-8
 
 
+def test_burgers_solution_has_no_loss():
+    class Solution(nn.Module):
+        def forward(self, x):
+            return burgers.solution(x, 0.05)
+
+    batch = tuple(part.double() for part in burgers.points(torch.Generator().manual_seed(0), 64))
+    assert float(burgers.residual(Solution(), batch, 0.05).detach()) < 1e-20
+    assert float(burgers.residual(Solution(), batch, 0.06).detach()) > 1e-4
+
+
+def test_burgers_points_are_inside_at_the_start_and_on_the_walls():
+    inside, start, walls = burgers.points(torch.Generator().manual_seed(0), 64)
+    assert inside[:, 0].min() < -0.5
+    assert inside[:, 1].min() > 0
+    assert (start[:, 1] == 0).all()
+    assert start[:, 0].min() < -0.5
+    assert set(walls[:, 0].tolist()) == {-1.0, 1.0}
+    assert all((part.abs() <= 1).all() for part in (inside, start, walls))
+
+
+def test_two_values_are_marked_and_added():
+    inputs, wanted = adding.sequences(torch.Generator().manual_seed(0), 32, 7)
+    for sequence, total in zip(inputs, wanted, strict=True):
+        places = sequence[:, 1].nonzero().flatten().tolist()
+        assert len(places) == 2
+        assert places[0] < 4 <= places[1]
+        assert total.item() == pytest.approx(sum(sequence[place, 0].item() for place in places))
+    assert set(inputs[..., 1].flatten().tolist()) == {0.0, 1.0}
+
+
+def test_sums_are_right_and_none_is_both_trained_on_and_held_out():
+    def pairs(part):
+        texts = ["".join(arithmetic.TOKENS[place] for place in row) for row in part.tolist()]
+        sums = [(int(text[:2]), int(text[3:5]), int(text[6:])) for text in texts]
+        assert all(text[2] + text[5] == "+=" for text in texts)
+        assert all(a + b == c for a, b, c in sums)
+        return {frozenset((a, b)) for a, b, _ in sums}
+
+    train, held = arithmetic.sums()
+    assert len(train) + len(held) == 100**2
+    assert 300 < len(held) < 700
+    assert not pairs(train) & pairs(held)
+
+
+def test_only_the_digits_of_an_answer_count():
+    texts = arithmetic.tokens(torch.tensor([47, 3]), torch.tensor([85, 9]))
+    scores = 50 * nn.functional.one_hot(texts[:, 1:], len(arithmetic.TOKENS)).float()
+    scores[:, : -arithmetic.ANSWER] = 0
+    assert float(arithmetic.loss(lambda _: scores, (texts,))) < 1e-6
+
+
+def test_a_digit_is_guessed_from_what_stands_before_it():
+    model = HELD_OUT["arithmetic"].problem(CPU).model()
+    texts = arithmetic.tokens(torch.tensor([47]), torch.tensor([85]))[:, :-1]
+    other = texts.clone()
+    other[:, -1] = 0
+    torch.testing.assert_close(model(texts)[:, :-1], model(other)[:, :-1])
+    assert not torch.allclose(model(texts)[:, -1], model(other)[:, -1])
+
+
+def test_the_convnet_is_trained_on_the_digits_that_the_mlp_is_trained_on():
+    ours, theirs = (TASKS[name].problem(CPU) for name in ("convnet-small", "digits"))
+    batches = [problem.batch(torch.Generator().manual_seed(0)) for problem in (ours, theirs)]
+    assert all(torch.equal(*pair) for pair in zip(*batches, strict=True))
+    kinds = [type(module) for module in ours.model() if hasattr(module, "weight")]
+    assert kinds == [nn.Conv2d, nn.Conv2d, nn.Linear, nn.Linear]
+
+
+def test_pictures_have_positions_and_colours_between_minus_one_and_one():
+    found = [image.pixels(picture, 40) for picture in ("china.jpg", "flower.jpg")]
+    assert not torch.equal(found[0][1], found[1][1])
+    for positions, colours in found:
+        assert (positions.shape[1], colours.shape[1]) == (2, 3)
+        assert len(positions) == len(colours)
+        assert positions.abs().max() <= 1
+        assert colours.abs().max() <= 1
+
+
 def test_no_autoencoder_is_below_the_entropy():
     images = autoencoder.curves(8, 10)
     perfect = torch.logit(images.double().clamp(1e-12, 1 - 1e-12))
@@ -160,6 +260,12 @@ def test_the_tasks_for_a_gpu_are_the_papers_and_the_usual_ones():
         *("poisson", "convection", "anisotropic"),
     }
     assert all(task.every * task.measures <= task.steps for task in TASKS.values())
+
+
+def test_the_tasks_that_are_held_out_are_small():
+    held = {name for name, task in TASKS.items() if task.held_out}
+    assert held == {"convnet-small", "burgers-small", "flower-small", "adding-small", "arithmetic-small"}
+    assert all(TASKS[name].size == "cpu" for name in held)
 
 
 @pytest.mark.slow

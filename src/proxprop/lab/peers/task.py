@@ -47,6 +47,8 @@ class Task:
         derivatives: whether the loss holds derivatives of the model, so that backward runs through backward.
         sequences: whether a sample is a sequence, over whose positions the loss is a mean too.
         dataset: one that has to be there, by the lab's name for it.
+        held_out: whether it was written down after all methods and ranges were fixed, and before any run in it but
+            those of AdamW that set its size, so that no method, range or default was chosen by it.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Task:
     derivatives: bool = False
     sequences: bool = False
     dataset: str | None = None
+    held_out: bool = False
 
     @property
     def every(self) -> int:

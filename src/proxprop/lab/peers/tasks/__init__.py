@@ -2,8 +2,11 @@
 
 from proxprop.lab.peers.task import Task
 from proxprop.lab.peers.tasks import (
+    adding,
     anisotropic,
+    arithmetic,
     autoencoder,
+    burgers,
     cifar10,
     convection,
     digits,
@@ -12,6 +15,18 @@ from proxprop.lab.peers.tasks import (
     poisson,
 )
 
-FILES = (digits, anisotropic, autoencoder, image, poisson, convection, gpt, cifar10)
+FILES = (
+    digits,
+    anisotropic,
+    autoencoder,
+    image,
+    poisson,
+    convection,
+    burgers,
+    adding,
+    arithmetic,
+    gpt,
+    cifar10,
+)
 TASKS: dict[str, Task] = {task.name: task for file in FILES for task in file.TASKS}
 """Every task by its name."""

@@ -1,4 +1,6 @@
-"""Digits: the 1,797 images inside scikit-learn, an MLP; 1,000 to train, 400 to choose by, 397 to test."""
+"""Digits: the 1,797 images inside scikit-learn, an MLP or a ConvNet; 1,000 to train, 400 to choose by, 397 to test."""
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +13,15 @@ from proxprop.lab.peers.task import Batch, Measured, Problem, Task, drawn
 TRAIN, VALIDATION = 1000, 400
 
 
-def make(name: str, widths: tuple[int, ...] = (64, 128, 128, 10), batch: int = 100, steps: int = 600) -> Task:
-    """The task with these widths."""
+def make(
+    name: str,
+    widths: tuple[int, ...] = (64, 128, 128, 10),
+    filters: tuple[int, ...] = (),
+    batch: int = 100,
+    steps: int = 600,
+    held_out: bool = False,
+) -> Task:
+    """The task with an MLP of these widths, after a convolution for each number of filters."""
 
     def problem(device: torch.device) -> Problem:
         data = load("digits", validation=0)
@@ -26,10 +35,27 @@ def make(name: str, widths: tuple[int, ...] = (64, 128, 128, 10), batch: int = 1
                 slice(TRAIN + VALIDATION, None),
             )
         ]
-        return Problem(lambda: mlp(widths), drawn(*parts[0], size=batch), loss, lambda m: measure(m, parts))
 
-    about = f"scikit-learn's digits, MLP {'-'.join(map(str, widths))}, cross-entropy, batch {batch}"
-    return Task(name, about, "cpu", "validation loss", steps, problem)
+        def model() -> nn.Module:
+            return convnet(filters, widths) if filters else mlp(widths)
+
+        return Problem(model, drawn(*parts[0], size=batch), loss, lambda m: measure(m, parts))
+
+    network = f"MLP {'-'.join(map(str, widths))}"
+    if filters:
+        network = (
+            f"3×3 convolutions of {' and '.join(map(str, filters))} filters, each with 2×2 pooling, {network}"
+        )
+    about = f"scikit-learn's digits, {network}, cross-entropy, batch {batch}"
+    return Task(name, about, "cpu", "validation loss", steps, problem, held_out=held_out)
+
+
+def convnet(filters: tuple[int, ...], widths: tuple[int, ...]) -> nn.Sequential:
+    """3×3 convolutions with ReLU, each followed by 2×2 pooling, and an MLP of what is left of the 8×8 pixels."""
+    layers: list[nn.Module] = [nn.Unflatten(1, (1, 8, 8))]
+    for inputs, outputs in pairwise((1, *filters)):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, *mlp(widths))
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -51,4 +77,7 @@ def measure(model: nn.Module, parts: list[tuple[Tensor, Tensor]]) -> Measured:
     }
 
 
-TASKS = (make("digits"),)
+TASKS = (
+    make("digits"),
+    make("convnet-small", (64, 64, 10), filters=(8, 16), steps=400, held_out=True),
+)

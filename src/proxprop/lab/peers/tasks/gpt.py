@@ -49,13 +49,13 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes to the scores of the byte that follows."""
+    """Bytes, or other tokens, to the scores of the one that follows."""
 
-    def __init__(self, layers: int, width: int, heads: int, positions: int) -> None:
+    def __init__(self, layers: int, width: int, heads: int, positions: int, tokens: int = 256) -> None:
         super().__init__()
-        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(positions, width)
+        self.bytes, self.positions = nn.Embedding(tokens, width), nn.Embedding(positions, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, tokens)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 out = name.endswith(("out.weight", "mlp.3.weight"))
@@ -64,7 +64,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [samples, positions], bytes."""
+        """x [samples, positions], whole numbers below `tokens`."""
         embedded = self.bytes(x) + self.positions.weight[: x.shape[1]]
         scores: Tensor = self.head(self.norm(self.blocks(embedded)))
         return scores

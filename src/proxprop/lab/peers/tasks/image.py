@@ -1,4 +1,4 @@
-"""An implicit image: a network of sines (SIREN) from pixel positions to colours of scikit-learn's china.jpg."""
+"""An implicit image: a network of sines (SIREN) from pixel positions to colours of a photograph."""
 
 import itertools
 import math
@@ -20,11 +20,21 @@ class Sine(nn.Module):
         return torch.sin(OMEGA * x)
 
 
-def make(name: str, size: Size, shrink: int, width: int, layers: int, batch: int, steps: int) -> Task:
-    """The task for the image shrunk by a factor, and so many hidden layers."""
+def make(
+    name: str,
+    size: Size,
+    shrink: int,
+    width: int,
+    layers: int,
+    batch: int,
+    steps: int,
+    picture: str = "china.jpg",
+    held_out: bool = False,
+) -> Task:
+    """The task for one of scikit-learn's pictures, shrunk by a factor, and so many hidden layers."""
 
     def problem(device: torch.device) -> Problem:
-        positions, colours = (tensor.to(device) for tensor in pixels(shrink))
+        positions, colours = (tensor.to(device) for tensor in pixels(picture, shrink))
 
         def measure(model: nn.Module) -> Measured:
             found = float(loss(model, (positions, colours)))
@@ -33,19 +43,19 @@ def make(name: str, size: Size, shrink: int, width: int, layers: int, batch: int
         return Problem(lambda: siren(width, layers), drawn(positions, colours, size=batch), loss, measure)
 
     about = (
-        f"pixels of scikit-learn's china.jpg shrunk {shrink} times; SIREN of {layers} hidden layers "
+        f"pixels of scikit-learn's {picture} shrunk {shrink} times; SIREN of {layers} hidden layers "
         f"of {width}; squared error of colours in [-1, 1]; batch {batch}"
     )
-    return Task(name, about, size, "loss over all pixels", steps, problem)
+    return Task(name, about, size, "loss over all pixels", steps, problem, held_out=held_out)
 
 
-def pixels(shrink: int) -> tuple[Tensor, Tensor]:
+def pixels(picture: str, shrink: int) -> tuple[Tensor, Tensor]:
     """Positions [pixels, 2] and colours [pixels, 3], both in [-1, 1]; each colour is a mean over shrink² pixels."""
     try:
         from sklearn.datasets import load_sample_image
     except ImportError as error:
-        raise Refused(f"china.jpg ships inside scikit-learn: {install('lab')}") from error
-    image = torch.from_numpy(load_sample_image("china.jpg").copy()).float().movedim(-1, 0)
+        raise Refused(f"{picture} ships inside scikit-learn: {install('lab')}") from error
+    image = torch.from_numpy(load_sample_image(picture).copy()).float().movedim(-1, 0)
     image = nn.functional.avg_pool2d(image, shrink) / 127.5 - 1
     rows, columns = (torch.linspace(-1, 1, size) for size in image.shape[1:])
     return torch.cartesian_prod(rows, columns), image.flatten(1).T.contiguous()
@@ -76,4 +86,15 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 TASKS = (
     make("image", "gpu", shrink=2, width=256, layers=4, batch=16384, steps=2000),
     make("image-small", "cpu", shrink=6, width=64, layers=3, batch=512, steps=800),
+    make(
+        "flower-small",
+        "cpu",
+        shrink=6,
+        width=64,
+        layers=3,
+        batch=512,
+        steps=800,
+        picture="flower.jpg",
+        held_out=True,
+    ),
 )
