@@ -29,6 +29,7 @@ class Method:
         optimizers: made of the model, a setting and the task.
         solver: ProxProp's, or None for a method without it.
         running: whether S is a running average instead of the batch's.
+        power: of a running S.
         later: whether it was added after results of the others had been seen; the headline does not count it.
     """
 
@@ -37,6 +38,7 @@ class Method:
     optimizers: Make
     solver: proxprop.Solver | None = None
     running: bool = False
+    power: float = 1.0
     later: bool = False
 
     @property
@@ -56,7 +58,8 @@ class Method:
         proxprop.convert(model, self.solver, tau_theta, scaling="gradient")
         optimizers = self.optimizers(model, setting, task)
         if self.running:
-            proxprop.attach(optimizers, model, running=proxprop.Running(damping=setting.damping))
+            running = proxprop.Running(damping=setting.damping, power=self.power)
+            proxprop.attach(optimizers, model, running=running)
         elif task.derivatives:
             proxprop.attach(optimizers, model)
         return optimizers
@@ -192,6 +195,10 @@ METHODS: dict[str, Method] = {
         Method("exact+soap", "ProxProp exact + SOAP", _soap, EXACT, later=True),
         Method("cg3+soap", "ProxProp cg3 + SOAP", _soap, CG3, later=True),
         Method("running+soap", "running S + SOAP", _soap, EXACT, running=True, later=True),
+        Method("root+sgd", "running √S + SGD", _sgd, EXACT, running=True, power=0.5, later=True),
+        Method("root+adamw", "running √S + AdamW", _adamw, EXACT, running=True, power=0.5, later=True),
+        Method("root+muon", "running √S + Muon", _muon, EXACT, running=True, power=0.5, later=True),
+        Method("root+soap", "running √S + SOAP", _soap, EXACT, running=True, power=0.5, later=True),
     )
 }
 """Every method by its name; AdamW comes first, because targets are made from it."""
