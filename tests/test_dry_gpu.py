@@ -254,6 +254,7 @@ ATTACHED = {
     "turns": Running(update_every=1, invert_every=2),
     "own damping": Running(damping=None, **EVERY),
     "rows": Running(rows=50, **EVERY),
+    "root": Running(power=0.5, **EVERY),
     "bfloat16": Running(inverse_dtype=torch.bfloat16, **EVERY),
 }
 
@@ -278,7 +279,7 @@ def step(
             for attached in ("without averages", "averages")
         ),
         *((Net, attached, "autocast") for attached in ("without averages", "bfloat16")),
-        *((Net, attached, "captured") for attached in ("without averages", "averages", "rows")),
+        *((Net, attached, "captured") for attached in ("without averages", "averages", "root", "rows")),
     ],
 )
 def test_a_deferred_step_waits_for_nothing(kind, attached: str, way: str, work: Work) -> None:

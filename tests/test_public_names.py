@@ -49,7 +49,7 @@ def test_types_of_options_name_what_is_accepted(accepted: object, written: tuple
 
 
 def test_defaults_of_running_averages() -> None:
-    expected = {"decay": 0.95, "update_every": 10, "invert_every": 10, "damping": 0.3, "rows": None}
-    expected |= {"inverse_dtype": None, "block": None, "copies": 2.0**26}
+    expected = {"decay": 0.95, "update_every": 10, "invert_every": 10, "damping": 0.3, "power": 1.0}
+    expected |= {"rows": None, "inverse_dtype": None, "block": None, "copies": 2.0**26}
     found = inspect.signature(proxprop.Running).parameters
     assert {name: parameter.default for name, parameter in found.items()} == expected

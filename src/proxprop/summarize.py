@@ -129,7 +129,8 @@ class Summary:
             yield f"that is in deferred mode{S}; in immediate mode: {other:.3g}, {other / plain:.2f}x"
             if self.running is not None:
                 update, invert = self.running.update_every, self.running.invert_every
-                yield f"running averages: S is formed in one step of {update}, and solved with in one of {invert}"
+                root = "" if self.running.power == 1 else ", three to six times for its root"
+                yield f"running averages: S is formed in one step of {update}, and solved with in one of {invert}{root}"
         else:
             yield f"in deferred mode (attach){S}: {other:.3g}, {other / plain:.2f}x"
 

@@ -452,7 +452,12 @@ def test_observe_asks_to_detach_first() -> None:
 @works("Nothing waits for the device", mode="deferred", note="a meta tensor has no number to wait for")
 @pytest.mark.parametrize(
     "running",
-    [None, Running(update_every=1, invert_every=2), Running(update_every=1, invert_every=2, damping=None)],
+    [
+        None,
+        Running(update_every=1, invert_every=2),
+        Running(update_every=1, invert_every=2, damping=None),
+        Running(update_every=1, invert_every=2, power=0.5),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("solver", [Exact(), CG(2)], ids=str)

@@ -75,6 +75,7 @@ def test_rows_give_the_step_of_s(solver: Solver, samples: int) -> None:
         Running(update_every=1, invert_every=2),
         Running(update_every=1, invert_every=2, rows=50),
         Running(update_every=2, invert_every=2),
+        Running(update_every=1, invert_every=2, power=0.5),
     ],
     ids=str,
 )

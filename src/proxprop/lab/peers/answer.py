@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from proxprop.lab.peers import analysis
 from proxprop.lab.peers.analysis import Cell, Cells, Spread, tasks_of
@@ -12,18 +12,24 @@ from proxprop.lab.peers.tasks import TASKS
 from proxprop.lab.reproduction.markdown import table
 
 BASES = ("sgd", "adamw", "muon", "soap")
-DIRECTIONS = {"exact": "`Exact()`", "cg3": "`CG(3)`", "running": "a running S"}
+DIRECTIONS = {"exact": "`Exact()`", "cg3": "`CG(3)`", "running": "a running S", "root": "a running √S"}
+
+HELD_OUT = """\
+The other tasks were held out: they were written down after all methods and ranges were fixed, with AdamW's runs alone,
+so that no choice was made by them. `√S` is `Running(power=0.5)`.
+"""
 
 ADVICE = """\
-So ProxProp is a direction for the optimizer you have, not one to switch to. In how many of the {total} tasks S made an
-optimizer's last score better or worse, both tuned (the rest are ties), and the direction that did best in these very
-tasks:
+In how many tasks S made an optimizer's last score better or worse, both tuned (the rest are ties), in brackets in those
+that were held out, and the direction that did best in all of them:
 """
 
 SMALL = """\
 All tasks are sized for one CPU core: networks of some ten thousand weights and at most 1,000 steps. What they say need
 not hold for large networks. Tasks for a GPU are listed at the end. They have not been run.
 """
+
+FIRST, HELD = "## Task by task", "## Tasks that were held out"
 
 VERDICTS = """\
 A cell is the median last score over fresh seeds, lower is better, and in brackets that score divided by the target.
@@ -44,47 +50,67 @@ PINNs, and to compare with the optimizer alone first if it is Muon or SOAP. On a
 running S, the two have not been compared in any task.
 """
 
-LATER = """## S under SOAP, added later
+LATER = """## What was added later
 
-No direction had been tried under SOAP, the best peer. These were added for that reason, after all other results had
-been seen, so the verdict, its table and the methods named there leave them out. All else is as for the others: SOAP's
-own ranges, those of τ_θ and damping that the other directions have, all written down before the first of these runs,
-the same trials, seeds and targets. A cell is the median last score over fresh seeds with its interval; ↑ and ↓ mark
-where S is better and worse than SOAP alone.
+Two things came after results of all other methods had been seen in the first seven tasks, so the verdict there leaves
+them out. S under SOAP was tried because SOAP was the best peer; its ranges, trials, seeds and targets were written down
+before its first run. √S was found by runs without a record in these very seven tasks, among other variants (the fourth
+root, mixtures with the gradient, Adam in the eigenbasis of S). What it brings here is therefore flattered, and that is
+why other tasks were held out. The table has the best ProxProp of each task as it was, and counting what was added.
 """
 
 
 def answer(found: Cells) -> list[str]:
     """The first screen: who wins, and what that means for the optimizer you use."""
-    results = [outcome(found, task) for task in tasks_of(found)]
+    first, held = parted(tasks_of(found))
+    results = [outcome(found, task) for task in first]
     said = f"**Against the best peer of each task, the best ProxProp {counted(results)} small tasks.**"
+    if held:
+        added = [outcome(found, task, later=True) for task in first]
+        fresh = [outcome(found, task) for task in held]
+        said += (
+            f" With what was added after these results were seen it {counted(added)}. **In tasks that were held out "
+            f"it {counted(fresh)}.**\n\n{HELD_OUT}"
+        )
     return [said, "", *advice(found), SMALL]
 
 
+def parted(tasks: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The tasks that methods were developed on, and those that were held out."""
+    first = [task for task in tasks if not TASKS[task].held_out]
+    return first, [task for task in tasks if TASKS[task].held_out]
+
+
 def verdicts(found: Cells) -> list[str]:
-    """A row for each task: the best peer against the best ProxProp, of the methods that were there from the start."""
-    rows = []
-    for task in tasks_of(found):
-        peer, mine = rivals(found, task)
-        everyone = fixed(found, task)
-        rows.append(
-            [
-                task,
-                shown(found[task, REFERENCE]),
-                f"{title(peer)} {shown(peer)}",
-                f"{title(mine)} {shown(mine)}",
-                analysis.verdict(mine.score, peer.score),
-                fewest(everyone, "steps", "{:.0f}"),
-                fewest(everyone, "seconds", "{:.2g}"),
-            ]
-        )
+    """A row for each task: the best peer against the best ProxProp."""
     head = ["task", "AdamW", "best peer", "best ProxProp", "ProxProp", "fewest steps", "fewest seconds"]
-    return ["## Task by task", "", table(head, rows), "", VERDICTS, *lacking(found)]
+    first, held = ([_verdict(found, task) for task in tasks] for tasks in parted(tasks_of(found)))
+    below = [HELD, "", table(head, held), ""] if held else []
+    return [FIRST, "", table(head, first), "", *below, VERDICTS, *lacking(found)]
+
+
+def _verdict(found: Cells, task: str) -> list[str]:
+    peer, mine = rivals(found, task)
+    everyone = fixed(found, task)
+    return [
+        task,
+        shown(found[task, REFERENCE]),
+        f"{title(peer)} {shown(peer)}",
+        f"{title(mine)} {shown(mine)}",
+        analysis.verdict(mine.score, peer.score),
+        fewest(everyone, "steps", "{:.0f}"),
+        fewest(everyone, "seconds", "{:.2g}"),
+    ]
 
 
 def fixed(found: Cells, task: str) -> list[Cell]:
-    """A task's methods that were there before the recorded results were seen."""
-    return [cell for (name, method), cell in found.items() if name == task and not METHODS[method].later]
+    """A task's methods that were there before its recorded results were seen."""
+    all_of = TASKS[task].held_out
+    return [
+        cell
+        for (name, method), cell in found.items()
+        if name == task and (all_of or not METHODS[method].later)
+    ]
 
 
 def rivals(found: Cells, task: str, later: bool = False) -> tuple[Cell, Cell]:
@@ -117,9 +143,8 @@ def counted(results: Sequence[str]) -> str:
 
 def advice(found: Cells) -> list[str]:
     """What follows for each optimizer."""
-    tasks = tasks_of(found)
     lines = [free(found), *(line for base in BASES if (line := under(found, base))), pinn(found)]
-    return [ADVICE.format(total=len(tasks)), *(line for line in lines if line), ""]
+    return [ADVICE, *(line for line in lines if line), ""]
 
 
 def free(found: Cells) -> str:
@@ -134,17 +159,36 @@ def free(found: Cells) -> str:
 
 def under(found: Cells, base: str) -> str:
     """In how many tasks each direction helps and harms an optimizer, and which to try."""
-    counts: dict[str, tuple[int, int]] = {}
-    for name in (name for name, method in METHODS.items() if method.ours and name.endswith(f"+{base}")):
-        words = [word for word in against(found, name).values() if word]
-        if words:
-            counts[DIRECTIONS[name.partition("+")[0]]] = words.count("wins"), words.count("loses")
-    if not counts:
+    names = [name for name, method in METHODS.items() if method.ours and name.endswith(f"+{base}")]
+    outcomes = {DIRECTIONS[name.partition("+")[0]]: against(found, name) for name in names}
+    if not any(outcomes.values()):
         return ""
-    parts = [f"{name} {better} better, {worse} worse" for name, (better, worse) in counts.items()]
+    return (
+        f"- You use **{METHODS[base].title}**: {_tried({k: [*v.items()] for k, v in outcomes.items() if v})}"
+    )
+
+
+Outcomes = list[tuple[str, str]]
+"""Tasks and what came out."""
+
+
+def _tried(outcomes: Mapping[str, Outcomes]) -> str:
+    """How often each direction was better and worse, held-out tasks in brackets, and which to try."""
+    parts = []
+    for name, words in outcomes.items():
+        held = [word for task, word in words if TASKS[task].held_out]
+        inside = f" ({held.count('wins')}, {held.count('loses')})" if held else ""
+        better, worse = _better_and_worse(words)
+        parts.append(f"{name} {better} better, {worse} worse{inside}")
+    counts = {name: _better_and_worse(words) for name, words in outcomes.items()}
     best = max(counts, key=lambda name: (counts[name][0] - counts[name][1], -counts[name][1]))
     so = f"Try {best}" if counts[best][0] > counts[best][1] else "Stay without S"
-    return f"- You use **{METHODS[base].title}**: {'; '.join(parts)}. {so}."
+    return f"{'; '.join(parts)}. {so}."
+
+
+def _better_and_worse(words: Outcomes) -> tuple[int, int]:
+    said = [word for _, word in words]
+    return said.count("wins"), said.count("loses")
 
 
 def against(found: Cells, name: str) -> dict[str, str]:
@@ -158,23 +202,18 @@ def against(found: Cells, name: str) -> dict[str, str]:
 
 
 def pinn(found: Cells) -> str:
-    """What S does where the loss holds derivatives of the network."""
+    """What S does where the loss holds derivatives of the network, under all optimizers together."""
     tasks = [task for task in tasks_of(found) if TASKS[task].derivatives]
-    ours = [name for name, method in METHODS.items() if method.ours]
-    words = [(word, name) for name in ours for task, word in against(found, name).items() if task in tasks]
-    if not words:
+    outcomes: dict[str, Outcomes] = {}
+    for name in (name for name, method in METHODS.items() if method.ours):
+        words = [(task, word) for task, word in against(found, name).items() if task in tasks]
+        outcomes.setdefault(DIRECTIONS[name.partition("+")[0]], []).extend(words)
+    known = {name: words for name, words in outcomes.items() if words}
+    if not known:
         return ""
-    parts = []
-    for word, said in (("wins", "better"), ("loses", "worse")):
-        bases = [METHODS[name.partition("+")[2]].title for which, name in words if which == word]
-        parts.append(
-            f"{len(bases)} {said}" + (f" (under {'; '.join(dict.fromkeys(bases))})" if bases else "")
-        )
-    counts = Counter(word for word, _ in words)
-    so = "Leave S out" if counts["loses"] >= counts["wins"] else "Compare"
     return (
-        f"- Your loss holds **derivatives of the network** (a PINN: {' and '.join(tasks)}): of {len(words)} pairs of "
-        f"an optimizer with S and without, {', '.join(parts)}. {so}."
+        f"- Your loss holds **derivatives of the network** (a PINN: {', '.join(tasks)}), under any of these "
+        f"optimizers: {_tried(known)}"
     )
 
 
@@ -200,13 +239,20 @@ def fewest(group: Sequence[Cell], what: str, form: str) -> str:
 
 def lifts(found: Cells) -> list[str]:
     """Each way to feed an optimizer, against the optimizer alone; and what `proxprop.wrap` takes of them."""
-    tasks = tasks_of(found)
+    return [
+        LIFTS,
+        *(line for tasks in parted(tasks_of(found)) for line in _lifts(found, tasks)),
+        *wrapped(found),
+    ]
+
+
+def _lifts(found: Cells, tasks: Sequence[str]) -> list[str]:
     rows = []
     for name, method in METHODS.items():
         if method.ours and any((task, name) in found for task in tasks):
             base = name.partition("+")[2]
             rows.append([method.title, *(_lift(found.get((t, name)), found.get((t, base))) for t in tasks)])
-    return [LIFTS, table(["direction", *tasks], rows), "", *wrapped(found)]
+    return [table(["direction", *tasks], rows), ""] if rows else []
 
 
 def _lift(fed: Cell | None, alone: Cell | None) -> str:
@@ -244,31 +290,20 @@ def wrapped(found: Cells) -> list[str]:
 
 
 def later(found: Cells) -> list[str]:
-    """What the methods that were added later do to their optimizer, and what they would do to the verdict."""
-    names = [name for name, method in METHODS.items() if method.later]
-    rows, results = [], []
-    tasks = [t for t in tasks_of(found) if (t, "soap") in found and any((t, name) in found for name in names)]
-    for task in tasks:
-        alone = found[task, "soap"]
-        added = [found.get((task, name)) for name in names]
-        best = min((cell for cell in added if cell), key=lambda cell: cell.searched)
-        results.append(analysis.verdict(best.score, alone.score))
-        cells = [
-            f"{interval(cell.score, '{:.3g}')}{_arrow(cell.score, alone.score)}" if cell else ""
-            for cell in added
-        ]
-        choice = f"{title(best)} {results[-1]}"
-        rows.append([task, interval(alone.score, "{:.3g}"), *cells, choice, outcome(found, task, later=True)])
-    if not rows:
+    """What methods that were added later would do to the verdict."""
+    known = {method for _, method in found}
+    if not any(METHODS[name].later for name in known):
         return []
-    head = ["task", "SOAP", *(METHODS[name].title for name in names), "best of these, by its trials"]
-    head += ["ProxProp, counting these"]
-    said = (
-        f"Against SOAP alone the best of these {counted(results)} tasks. It was chosen from {len(names)} times as many "
-        "trials as SOAP had, which is in its favour. If these methods counted, the verdict would say that the best "
-        f"ProxProp {counted([row[-1] for row in rows])}."
-    )
-    return [LATER, table(head, rows), "", said, ""]
+    rows = []
+    for task in parted(tasks_of(found))[0]:
+        peer, before = rivals(found, task)
+        _, now = rivals(found, task, later=True)
+        cells = [f"{title(c)} {interval(c.score, '{:.3g}')}" for c in (peer, before, now)]
+        rows.append(
+            [task, cells[0], cells[1], outcome(found, task), cells[2], outcome(found, task, later=True)]
+        )
+    head = ["task", "best peer", "best ProxProp before", "then", "counting what was added", "now"]
+    return [LATER, table(head, rows), ""]
 
 
 def title(cell: Cell) -> str:

@@ -11,7 +11,7 @@ from proxprop.lab.peers.methods import METHODS
 from proxprop.lab.peers.protocol import REFERENCE
 from proxprop.lab.peers.tasks import TASKS
 
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "p", "h")
 
 
 def costs(found: Cells) -> Any:
@@ -43,7 +43,7 @@ def costs(found: Cells) -> Any:
         axes[0].set_xlim(0, 1.05)
         axes[0].set_yticks(range(len(methods)), [METHODS[name].title for name in methods], fontsize=9)
         handles, names = axes[3].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower left", ncols=len(tasks), fontsize=9)
+        figure.legend(handles, names, loc="outside lower left", ncols=6, fontsize=9)
     return figure
 
 

@@ -12,6 +12,7 @@ FED: dict[str, dict[str, Any]] = {
     "exact": {"linestyle": "-", "marker": "^"},
     "cg3": {"linestyle": ":", "marker": "s"},
     "running": {"linestyle": "-.", "marker": "*"},
+    "root": {"linestyle": (0, (6, 1, 1, 1, 1, 1)), "marker": "P"},
 }
 OPTIMIZERS = {"sgd": SGD, "adamw": ADAMW, "muon": MUON, "soap": SOAP}
 LOOKS: dict[str, dict[str, Any]] = {

@@ -42,9 +42,9 @@ as long as its range of rates is made for, and its best rate was the smallest in
 wins or loses was made stricter after results were seen: the best peer was first chosen by its trials too, which had
 counted digits as won.
 
-S under SOAP came last, after all other results had been seen, because SOAP was the best peer. The choice to try it is
-post hoc; its ranges, trials, seeds and targets are not. It does not count in the verdict, and what it would change
-there is said beside its results.
+S under SOAP and √S came after that; *What was added later* says how. They do not count in the verdict on the seven
+tasks that came before them. Then five tasks were written down and held out. Their sizes were set by runs of AdamW
+alone, and every method, √S included, was fixed before its first run in them.
 """
 
 ONE = f"""## One setting for all tasks
@@ -54,7 +54,7 @@ tasks of score divided by target, that mean, and the mean with a setting for eac
 with every setting has none. "Decades" is the width of the range of learning rates that end within 5 % (in brackets:
 within a factor of 2) of the method's best trial, mean over tasks. It is estimated as the part of the trials that do,
 times the decades searched. {TRIALS} trials vary everything at once, so it is coarse.
-S under SOAP was added later.
+S under SOAP and √S were added later.
 """
 
 TO_TARGET = f"""## To the target, task by task
