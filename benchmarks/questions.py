@@ -12,6 +12,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from proxprop.lab import devices
@@ -24,9 +25,16 @@ from proxprop.solvers import CG
 
 FOLDER = Path(__file__).parents[1] / "results" / "questions"
 RATES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
-METHODS_OF_RATES = (
-    "adamw", "running+adamw", "cg3+adamw", "muon", "running+muon", "soap", "running+soap", "cg3+soap",
-)  # fmt: skip
+METHODS_OF_RATES = {
+    name: METHODS[name]
+    for name in (
+        "adamw", "running+adamw", "cg3+adamw", "muon", "running+muon", "soap", "running+soap", "cg3+soap",
+    )
+} | {
+    f"seldom+{base}": replace(METHODS[f"root+{base}"], invert_every=40) for base in ("adamw", "muon")
+}  # fmt: skip
+"""By the name of a direction; `seldom` takes a root four times less often than S is inverted."""
+
 TAU_THETA, DAMPING = 10.0, 0.3
 DECAYS = (1e-4, 0.3)
 CG1 = Method("cg1+adamw", "ProxProp cg1 + AdamW", METHODS["adamw"].optimizers, CG(1))
@@ -50,10 +58,10 @@ Cell = tuple[str, Method, Setting]
 
 def rates() -> Iterator[Cell]:
     """Every method over the same rates, the rest of the setting held."""
-    for name, lr in itertools.product(METHODS_OF_RATES, RATES):
+    for (name, method), lr in itertools.product(METHODS_OF_RATES.items(), RATES):
         tau_theta = TAU_THETA if name.startswith("cg") else None
-        damping = DAMPING if name.startswith("running") else None
-        yield name, METHODS[name], Setting(lr, 1e-3, 0.05, "linear", tau_theta, damping)
+        damping = DAMPING if method.running else None
+        yield name, method, Setting(lr, 1e-3, 0.05, "linear", tau_theta, damping)
 
 
 def validation() -> Iterator[Cell]:

@@ -29,7 +29,7 @@ class Method:
         optimizers: made of the model, a setting and the task.
         solver: ProxProp's, or None for a method without it.
         running: whether S is a running average instead of the batch's.
-        power: of a running S.
+        power, invert_every: of a running S.
         later: whether it was added after results of the others had been seen; the headline does not count it.
     """
 
@@ -39,6 +39,7 @@ class Method:
     solver: proxprop.Solver | None = None
     running: bool = False
     power: float = 1.0
+    invert_every: int = 10
     later: bool = False
 
     @property
@@ -58,7 +59,9 @@ class Method:
         proxprop.convert(model, self.solver, tau_theta, scaling="gradient")
         optimizers = self.optimizers(model, setting, task)
         if self.running:
-            running = proxprop.Running(damping=setting.damping, power=self.power)
+            running = proxprop.Running(
+                damping=setting.damping, power=self.power, invert_every=self.invert_every
+            )
             proxprop.attach(optimizers, model, running=running)
         elif task.derivatives:
             proxprop.attach(optimizers, model)

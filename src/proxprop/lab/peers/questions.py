@@ -14,23 +14,23 @@ Scores = dict[float, dict[str, float]]
 """Last scores by rate, then by seed."""
 
 PAIRS = {
-    "adamw": ("running+adamw", "cg3+adamw"),
-    "muon": ("running+muon",),
+    "adamw": ("running+adamw", "seldom+adamw", "cg3+adamw"),
+    "muon": ("running+muon", "seldom+muon"),
     "soap": ("running+soap", "cg3+soap"),
 }
 """Optimizers, and the same with S."""
 
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon", "soap": "SOAP"}
-DIRECTIONS = {"running": "a running S", "cg3": "`CG(3)`"}
+DIRECTIONS = {"running": "a running S", "seldom": "a running √S", "cg3": "`CG(3)`"}
 
 RATES = """## Which learning rate carries over
 
 Every method at the same {count} rates, half a decade apart, and all else held: weight decay 0.001, a linear schedule,
-ρ = 0.3 for a running S, τ_θ = 10 and `scaling="gradient"` for `CG(3)`. *Rate* has the lowest last score, by the median
-over seeds; *(end)* marks the first and the last of the grid. *Kept* is the score with S at the rate that is best
-without S, divided by the score without S at that rate. *Tuned* is the same with S at its own best rate. Below 1 S
-helps. Medians over seeds, with the lowest and the highest in brackets. `python benchmarks/questions.py rates`, record
-in `results/questions/rates.csv`.
+ρ = 0.3 for a running S and for √S (made anew in one step of 40), τ_θ = 10 and `scaling="gradient"` for `CG(3)`. *Rate*
+has the lowest last score, by the median over seeds; *(end)* marks the first and the last of the grid. *Kept* is the
+score with S at the rate that is best without S, divided by the score without S at that rate. *Tuned* is the same with S
+at its own best rate. Below 1 S helps. Medians over seeds, with the lowest and the highest in brackets.
+`python benchmarks/questions.py rates`, record in `results/questions/rates.csv`.
 """
 
 VALIDATION = """## Why training gains more than validation
