@@ -21,7 +21,7 @@ PAIRS = {
 """Optimizers, and the same with S."""
 
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon", "soap": "SOAP"}
-DIRECTIONS = {"running": "a running S", "seldom": "a running √S", "cg3": "`CG(3)`"}
+DIRECTIONS = {"running": "a running S", "seldom": "a running √S as in `wrap`", "cg3": "`CG(3)`"}
 
 RATES = """## Which learning rate carries over
 
