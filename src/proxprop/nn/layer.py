@@ -160,8 +160,12 @@ class ProximalLayer(nn.Module):
         cast(ProximalLayer, module)._adopt(settings, name)
 
     def _adopt(self, settings: Settings, name: str) -> None:
-        """Take on settings; `name` is how messages call this layer."""
-        self._settings, self._layer_name, self._failures = settings, name, FailureWarner()
+        """Take on settings; `name` is how messages call this layer.
+
+        Each layer has settings of its own. Dynamo makes a number a symbol where it is read first, and if that is in a
+        checkpoint, layers outside of it can't share the number.
+        """
+        self._settings, self._layer_name, self._failures = replace(settings), name, FailureWarner()
         self._observer = self._planned = self._attached = None
         self._turn, self._rests = next(_turns), False
 
