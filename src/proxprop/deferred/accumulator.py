@@ -21,10 +21,10 @@ from proxprop import device
 from proxprop.deferred.equation import BlockLayout, Equation, equation_of
 from proxprop.deferred.preconditioner import rows_pay
 from proxprop.device import no_autocast, precision
-from proxprop.distributed import mesh_of, several_ranks
+from proxprop.distributed import local, mesh_of, several_ranks
 from proxprop.nn.layer import Part, ProximalLayer
 from proxprop.solvers import DIAGONAL
-from proxprop.torch_internals import apply_untransformed, backward_pass, is_due, writes
+from proxprop.torch_internals import apply_untransformed, backward_pass, entries, is_due, writes
 from proxprop.transfer import Affine, LayerCall, LinearTransfer, Shapes, Transfer
 from proxprop.transfer.transfer import Layout
 
@@ -443,7 +443,8 @@ class System(Equation):
             return True
         if True not in trained:
             return False
-        if self.holds and any(parameter.grad is not None for parameter in self.parameters):
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if self.holds and any(bool(entries(local(gradient)).any()) for gradient in gradients):
             raise RuntimeError(
                 f"{self.name}: device, precision, scaling or which parameters are trained changed between backward "
                 "passes of one step, whose S can't be added up. Call zero_grad(), or step, before such a change"
@@ -462,8 +463,7 @@ class System(Equation):
         if self._counts() and not self.ones:
             shapes.append(torch.Size())
         for shape in shapes:
-            one = torch.zeros([1] * len(shape), device=device, dtype=dtype)
-            leaf = one.expand(shape).requires_grad_()
+            leaf = torch.zeros((), device=device, dtype=dtype).expand(shape).requires_grad_()
             leaf.register_hook(weakly(self, System._note_sum))
             if several_ranks():
                 leaf.register_post_accumulate_grad_hook(weakly(self, System._note_complete))
