@@ -388,7 +388,9 @@ class System(Equation):
             return output
         if self._spread:
             self._note_tensor_parallel()
-        seen = [tensor.detach() for tensor in inputs]
+        seen: Sequence[Tensor] = [tensor.detach() for tensor in inputs]
+        if self.summing.shapes[0] is None:
+            seen = self.call.without_weight(seen)
         if torch.compiler.is_compiling():
             result: Tensor = Tap.apply(output, Call(self, len(seen)), *seen, *self.leaves)
             return result

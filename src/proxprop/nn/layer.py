@@ -348,6 +348,8 @@ class ProximalLayer(nn.Module):
         self._check(output, inputs)
         if not _some_train(parameters):
             return output
+        if parameters[0] is not None and not parameters[0].requires_grad:
+            inputs = call.without_weight(inputs)
         is_opaque = compiles and self._observer is None and can_be_described(call, self._settings)
         # With its own name, each layer would be compiled separately.
         name = "a compiled layer" if compiles else self._layer_name
