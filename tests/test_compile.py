@@ -5,13 +5,14 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import proxprop
 from cases import randn, relative_error
 from compiling import quiet_compiler
 from layers import SelfAttention, embedded
 from proxprop import CG, Exact
-from training import assert_same, directions, images, small_model, whole_step
+from training import assert_same, directions, grads, images, small_model, whole_step
 
 works = pytest.mark.compatibility
 slow = pytest.mark.slow
@@ -184,3 +185,23 @@ def test_changed_settings_are_seen_by_a_compiled_model() -> None:
     model[3].tau_theta = 0.01
     model[0].solver = Exact()
     assert_same(directions(model, images(), compiled), directions(model, images()))
+
+
+@works("Activation checkpointing, reentrant and not")
+@works("`torch.compile`, batches of changing size")
+def test_a_checkpoint_before_other_layers_with_symbolic_numbers() -> None:
+    """tau_theta is a symbol there, and one that was read in a checkpoint is unknown outside of it."""
+    torch.manual_seed(0)
+    model = proxprop.convert(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double(), CG(2))
+
+    def call(x: Tensor) -> Tensor:
+        return model[1:](checkpoint(model[0], x, use_reentrant=False))
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    for batch in (3, 5):
+        input, found = randn(batch, 4, seed=batch), []
+        for each in (compiled, call):
+            model.zero_grad()
+            each(input).square().sum().backward()
+            found.append(grads(model))
+        assert_same(*found, tolerance=1e-12)

@@ -482,6 +482,6 @@ def test_reparametrising_after_conversion_is_refused(change) -> None:
     model = proxprop.convert(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)))
     change(model[0])
     with pytest.raises(
-        RuntimeError, match=r"^0: its weight is computed by a hook or a parametrization.*revert"
+        RuntimeError, match=r"^0: its weight or bias is computed by a hook or a parametrization.*revert"
     ):
         model(torch.ones(2, 3))

@@ -182,6 +182,21 @@ def test_training_keeps_no_more_than_backprop(solver) -> None:
     assert bytes_kept[1] <= bytes_kept[0]
 
 
+@pytest.mark.parametrize("deferred", [False, True])
+def test_no_input_is_kept_where_biases_alone_are_trained(deferred: bool) -> None:
+    """It may then be written to, as without proxprop."""
+    torch.manual_seed(0)
+    layer = proxprop.convert(nn.Linear(4, 3), include_last=True)
+    layer.weight.requires_grad_(False)
+    if deferred:
+        proxprop.attach(torch.optim.SGD(layer.parameters()), layer)
+    input = torch.ones(5, 4)
+    saved, output = saved_by(lambda: layer(input))
+    assert input.untyped_storage().data_ptr() not in saved
+    input.zero_()
+    output.sum().backward()
+
+
 @works("Frozen layers (fine-tuning)")
 def test_a_frozen_layer_costs_nothing_and_its_input_gets_torchs_gradient() -> None:
     model, plain = small_model(), plain_model()

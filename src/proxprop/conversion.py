@@ -21,7 +21,7 @@ from proxprop.nn import (
     proximal_class,
     stands_for,
 )
-from proxprop.nn.layer import COMPUTED, check_real
+from proxprop.nn.layer import check_real, is_hooked
 from proxprop.settings import Scaling, Settings, Space
 from proxprop.solvers import CG, Solver
 
@@ -166,6 +166,9 @@ def _inside_generic(model: nn.Module, takes: Takes) -> set[nn.Module]:
 
 LAZY = "the shape of its lazy layers is not known yet: run the model once, then convert"
 EMPTY = "one of its parameters has no entries"
+PARAMETRIZED = (
+    "its parameters are computed by a parametrization, and no layer is linear in what computes them"
+)
 QUANTIZED = "quantisation-aware layers round their weight, so their output is not linear in it"
 
 
@@ -173,11 +176,13 @@ def refusal(module: nn.Module) -> str:
     """Why a module can't be converted although its class can; empty if it can."""
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
-    if not COMPUTED.isdisjoint(vars(module)):
-        return "a hook computes its weight, so its output is not linear in what is trained"
+    if any(is_hooked(inner) for inner in module.modules()):
+        return "a hook computes its weight or bias, so its output is not linear in what is trained"
     found = known(plain_class(module))
     if found is None:
         return ""
+    if any(is_parametrized(inner) for inner in module.modules()):
+        return PARAMETRIZED
     return found.refusal(module) or (EMPTY if any(p.numel() == 0 for p in module.parameters()) else "")
 
 
@@ -187,9 +192,7 @@ def obstacle(module: nn.Module) -> str:
     if (why := refusal(module)) or known(kind) is not None:
         return why
     if is_parametrized(module):
-        return (
-            "its parameters are computed by a parametrization, and no layer is linear in what computes them"
-        )
+        return PARAMETRIZED
     if isinstance(module, LazyModuleMixin):
         return LAZY
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):

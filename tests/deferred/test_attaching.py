@@ -47,13 +47,16 @@ def test_detach_undoes_everything() -> None:
     proxprop.attach(optimizer, model)
 
 
+@pytest.mark.parametrize("running", [None, Running()], ids=["", "running"])
 @pytest.mark.parametrize("detached", [True, False])
-def test_nothing_outlives_a_model_that_is_dropped(detached: bool) -> None:
+def test_nothing_outlives_a_model_that_is_dropped(detached: bool, running: Running | None) -> None:
     model = small_model()
     optimizer = sgd(model)
-    handle = proxprop.attach(optimizer, model)
+    handle = proxprop.attach(optimizer, model, running=running)
     loss_of(model, images()).backward()
     optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, images()).backward()  # and the step that it was for never comes
     if detached:
         handle.detach()
     gone = [weakref.ref(each) for each in (model, model[0].weight, optimizer, handle)]
@@ -222,6 +225,22 @@ def test_a_change_that_breaks_a_sum_is_refused() -> None:
         RuntimeError, match=r"^3: device, precision, scaling or which parameters are trained changed"
     ):
         loss_of(model, images())
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_other_parameters_may_be_trained_after_a_step_that_was_given_up(set_to_none: bool) -> None:
+    model = small_model(Exact())
+    optimizer = sgd(model)
+    proxprop.attach(optimizer, model)
+    loss_of(model, images()).backward()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    model[3].bias.requires_grad_(False)
+    immediate = copy.deepcopy(model)
+    for each in (immediate, model):
+        loss_of(each, images()).backward()
+    optimizer.step()
+    for found, expected in zip(model.parameters(), immediate.parameters(), strict=True):
+        assert not found.requires_grad or relative_error(found.grad, expected.grad) < 1e-9
 
 
 def test_a_model_may_be_moved_to_another_precision_between_steps() -> None:

@@ -5,12 +5,13 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import proxprop
 from cases import randn, relative_error
 from deferred_claims import works
 from layers import Scale, SelfAttention, embedded
-from proxprop import CG, Exact
+from proxprop import CG, Exact, Running
 from quiet import quiet_dynamo
 from training import (
     assert_same,
@@ -150,3 +151,33 @@ def test_a_model_attached_after_it_was_compiled_is_compiled_anew() -> None:
     found = stepped(model, optimizer, images(), compiled)
     handle_of(model).detach()
     assert_same(found, directions(model, images(), compiled), tolerance=1e-9)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+@works("`torch.compile` of the model, with and without `fullgraph`")
+@quiet_dynamo
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("running", [None, Running(update_every=2, invert_every=2)], ids=["", "running"])
+def test_alike_blocks_that_are_compiled_one_by_one_share_a_graph(running: Running | None) -> None:
+    """With a graph each, a deep model would come to torch's limit on graphs of one function."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(4, 3)).double()
+    model = proxprop.convert(plain, Exact())
+    eager, graphs = copy.deepcopy(model), CompileCounterWithBackend("aot_eager")
+    optimizers = [attached(each, running=running) for each in (model, eager)]
+    for block in model[:-1]:
+        block.compile(backend=graphs, fullgraph=True)
+    for step in range(4):
+        input = randn(5, 4, seed=step).requires_grad_()  # as the later blocks' inputs do
+        assert_same(
+            *(stepped(each, own, input) for each, own in zip((model, eager), optimizers, strict=True))
+        )
+    assert graphs.frame_count == (1 if running is None else 2)  # observed, and resting

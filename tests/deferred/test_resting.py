@@ -14,7 +14,7 @@ from cases import randn
 from deferred_claims import works
 from layers import SelfAttention
 from proxprop import Exact, Running
-from proxprop.deferred.accumulator import Call
+from proxprop.deferred.accumulator import Summing
 from proxprop.solvers import FEATURE
 from quiet import quiet_dynamo
 from training import assert_same, attached, grads, images, plain_model, stepped
@@ -126,8 +126,8 @@ def test_layers_that_see_the_same_tensor_share_its_s(monkeypatch: pytest.MonkeyP
     model = proxprop.convert(Projections().double(), Exact(), include_last=True)
     handle = proxprop.attach(torch.optim.SGD(model.parameters(), lr=0.0), model, running=Running())
     formed = []
-    original = Call.formed
-    monkeypatch.setattr(Call, "formed", lambda *args: formed.append(args) or original(*args))
+    original = Summing.formed
+    monkeypatch.setattr(Summing, "formed", lambda *args: formed.append(args) or original(*args))
     inputs = [randn(7, 6, seed=i) for i in range(2)]
     for x in inputs:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

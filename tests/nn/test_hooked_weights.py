@@ -54,3 +54,25 @@ def copy_of(model: nn.Module) -> nn.Module:
         if isinstance(vars(module).get("weight"), torch.Tensor):
             module.weight = module.weight.detach()
     return copy.deepcopy(model)
+
+
+@HOOKED
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda layer: prune.l1_unstructured(layer, "in_proj_bias", 0.5),
+        lambda layer: prune.l1_unstructured(layer.out_proj, "weight", 0.5),
+        lambda layer: torch.nn.utils.parametrizations.weight_norm(layer.out_proj),
+    ],
+    ids=["bias", "inner weight", "inner parametrization"],
+)
+def test_a_bias_and_inner_modules_count_too(hook: Callable[[nn.Module], nn.Module]) -> None:
+    """A direction that goes through a mask or a norm is none of what is trained."""
+    layer = nn.MultiheadAttention(4, 2)
+    hook(layer)
+    with pytest.raises(ValueError, match=r"computes? its weight or bias|computed by a parametrization"):
+        proxprop.convert(layer, include_last=True)
+    late = proxprop.convert(nn.MultiheadAttention(4, 2), include_last=True)
+    hook(late)
+    with pytest.raises(RuntimeError, match="its weight or bias is computed by a hook or a parametrization"):
+        late(*[torch.ones(2, 4)] * 3)

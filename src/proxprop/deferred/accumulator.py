@@ -9,10 +9,10 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -21,11 +21,12 @@ from proxprop import device
 from proxprop.deferred.equation import BlockLayout, Equation, equation_of
 from proxprop.deferred.preconditioner import rows_pay
 from proxprop.device import no_autocast, precision
-from proxprop.distributed import mesh_of, several_ranks
+from proxprop.distributed import local, mesh_of, several_ranks
 from proxprop.nn.layer import Part, ProximalLayer
 from proxprop.solvers import DIAGONAL
-from proxprop.torch_internals import apply_untransformed, backward_pass, is_due, writes
-from proxprop.transfer import Affine, LinearTransfer, Transfer
+from proxprop.torch_internals import apply_untransformed, backward_pass, entries, is_due, writes
+from proxprop.transfer import Affine, LayerCall, LinearTransfer, Shapes, Transfer
+from proxprop.transfer.transfer import Layout
 
 if TYPE_CHECKING:
     from proxprop.deferred.average import Running
@@ -72,6 +73,72 @@ def _drawn(
     return torch.randperm(samples, generator=generator, device=device)[: sampling.rows]
 
 
+@dataclass(frozen=True)
+class Summing:
+    """All that decides how S of a call is formed, beside the call's inputs.
+
+    Attributes:
+        name: how messages call the system.
+        call: how the layer is called.
+        shapes, layout: of what is trained.
+        like: of S's shape, precision and device, and without memory.
+    """
+
+    name: str
+    call: LayerCall
+    shapes: Shapes
+    layout: Layout
+    like: Tensor
+
+    @property
+    def key(self) -> str:
+        """The same for alike layers, so that they share a compiled graph."""
+        return f"{self.call} {self.shapes} {self.like.shape} {self.like.dtype} {self.like.device}"
+
+    def formed(self, inputs: Sequence[Tensor], shape: Sequence[int], sampling: Sampling | None) -> Tensor:
+        """S of a call, or the diagonal of an S that is diagonal.
+
+        Args:
+            inputs: of the layer.
+            shape: of its output.
+            sampling: which rows S is estimated from; None for all.
+        """
+        layout, like = self.layout, self.like
+        if type(layout) is LinearTransfer and sampling is None:
+            rows = self.rows(inputs)
+            return (
+                layout.gram_of_rows(rows, dense=True)[None] if rows.shape[0] else like.new_zeros(like.shape)
+            )
+        transfer = self.transfer(inputs, shape)
+        samples, blocks = transfer.sizes.samples, layout if isinstance(layout, BlockLayout) else None
+        if DIAGONAL in transfer.spaces:
+            return transfer.diagonal()
+        if (
+            sampling is not None
+            and samples > sampling.rows
+            and isinstance(transfer, Affine)
+            and not like.is_meta
+        ):
+            if device.is_captured(like):
+                _refuse_draws(self.name)
+            S = transfer.sampled_gram(sampling.draw(samples, like.device))
+            return S if blocks is None else blocks.blocks_of(S)
+        if not samples:
+            return like.new_zeros(like.shape)
+        return transfer.gram() if blocks is None else blocks.gram_of(transfer)
+
+    def rows(self, inputs: Sequence[Tensor]) -> Tensor:
+        """The rows of a linear layer `[samples, features]`, without the column of ones."""
+        (input,), dtype = inputs, self.like.dtype
+        if input.dtype != dtype:
+            (input,) = self.call.in_precision(inputs, dtype)
+        return input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
+
+    def transfer(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Transfer:
+        """The call as a linear map."""
+        return self.call.transfer_for_sums(inputs, torch.Size(shape), self.shapes, self.like.dtype)
+
+
 class Call:
     """One call of a layer. Its rows are added to S once, by the first backward pass that reaches it and S.
 
@@ -84,14 +151,14 @@ class Call:
         sampling: which rows S is estimated from; None for all.
 
     Attributes:
-        layout: of what is trained in this call.
+        summing: how S is formed.
         leaves: what S is handed to, and the number of samples where it has a leaf of its own.
         summed: whether its rows were added.
     """
 
     def __init__(self, system: "System", inputs: int, sampling: Sampling | None = None) -> None:
         self.system, self.inputs, self.sampling = system, inputs, sampling
-        self.shapes, self.layout, self.leaves = system.summed_shapes, system.summed_layout, system.leaves
+        self.summing, self.leaves = system.summing, system.leaves
         self.summed = False
         self._first: Call | None = None
         self._S: Tensor | None = None
@@ -107,8 +174,8 @@ class Call:
 
     def _question(self) -> tuple[object, ...]:
         """All that S depends on beside the input."""
-        leaf = self.leaves[0]
-        return self.system.call, self.sampling, self.shapes, leaf.shape, leaf.dtype
+        summing = self.summing
+        return summing.call, self.sampling, summing.shapes, summing.like.shape, summing.like.dtype
 
     def sums(self, inputs: Sequence[Tensor], shape: Sequence[int], compiles: bool) -> Sequence[Tensor | None]:
         """What the call adds to its leaves; nothing where its rows are kept."""
@@ -121,8 +188,9 @@ class Call:
             S = self.summand(inputs, shape)
         if len(self.leaves) == 1:
             return (S,)
-        linear = type(self.layout) is LinearTransfer
-        return S, S.new_full((), prod(shape[:-1]) if linear else self.transfer(inputs, shape).sizes.samples)
+        linear = type(self.summing.layout) is LinearTransfer
+        samples = prod(shape[:-1]) if linear else self.summing.transfer(inputs, shape).sizes.samples
+        return S, S.new_full((), samples)
 
     def summand(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """What the call adds to S, or to the diagonal of an S that is diagonal; `shape` is the output's.
@@ -131,49 +199,12 @@ class Call:
         waited for then, and what NumPy writes into a tensor between two passes counts as no write.
         """
         first, running = self._first or self, backward_pass()
-        S = first._S if first._S is not None and first._pass == running else self.formed(inputs, shape)
+        S = first._S
+        if S is None or first._pass != running:
+            S = self.summing.formed(inputs, shape, self.sampling)
         first._left -= 1
         first._S, first._pass = S if first._left else None, running
         return S
-
-    def formed(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        """S of this call, whatever others share."""
-        layout, leaf, sampling = self.layout, self.leaves[0], self.sampling
-        if type(layout) is LinearTransfer and sampling is None:
-            rows = self.rows(inputs)
-            return (
-                layout.gram_of_rows(rows, dense=True)[None] if rows.shape[0] else leaf.new_zeros(leaf.shape)
-            )
-        transfer = self.transfer(inputs, shape)
-        samples, blocks = transfer.sizes.samples, layout if isinstance(layout, BlockLayout) else None
-        if DIAGONAL in transfer.spaces:
-            return transfer.diagonal()
-        if (
-            sampling is not None
-            and samples > sampling.rows
-            and isinstance(transfer, Affine)
-            and not leaf.is_meta
-        ):
-            if device.is_captured(leaf):
-                _refuse_draws(self.system)
-            S = transfer.sampled_gram(sampling.draw(samples, leaf.device))
-            return S if blocks is None else blocks.blocks_of(S)
-        if not samples:
-            return leaf.new_zeros(leaf.shape)
-        return transfer.gram() if blocks is None else blocks.gram_of(transfer)
-
-    def rows(self, inputs: Sequence[Tensor]) -> Tensor:
-        """The rows of a linear layer `[samples, features]`, without the column of ones."""
-        (input,), dtype = inputs, self.leaves[0].dtype
-        if input.dtype != dtype:
-            (input,) = self.system.call.in_precision(inputs, dtype)
-        return input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
-
-    def transfer(self, inputs: Sequence[Tensor], shape: Sequence[int]) -> Transfer:
-        """The call as a linear map."""
-        return self.system.call.transfer_for_sums(
-            inputs, torch.Size(shape), self.shapes, self.leaves[0].dtype
-        )
 
 
 class Inputs:
@@ -195,17 +226,17 @@ class Inputs:
 @torch.library.custom_op("proxprop::summand", mutates_args=())
 def compiled_summand(inputs: Sequence[Tensor], shape: Sequence[int], key: str) -> Tensor:
     """What a call adds to S, as one operation of a compiled graph; there it runs as in an eager pass."""
-    return Call(_systems[key], len(inputs)).summand(inputs, shape).contiguous()
+    return _summings[key].formed(inputs, shape, None).contiguous()
 
 
 @compiled_summand.register_fake
 def _(inputs: Sequence[Tensor], shape: Sequence[int], key: str) -> Tensor:
-    leaf = _systems[key].leaves[0]
-    return inputs[0].new_empty(leaf.shape, dtype=leaf.dtype)
+    like = _summings[key].like
+    return inputs[0].new_empty(like.shape, dtype=like.dtype)
 
 
-_systems: WeakValueDictionary[str, "System"] = WeakValueDictionary()
-"""Systems by their key, which a compiled graph holds."""
+_summings: dict[str, Summing] = {}
+"""By their keys, which compiled graphs hold: one for each kind and size of layer, none of which holds a layer."""
 
 
 class Tap(torch.autograd.Function):
@@ -267,10 +298,10 @@ def _refuse_gradients_alone(system: "System") -> None:
         )
 
 
-def _refuse_draws(system: "System") -> NoReturn:
+def _refuse_draws(name: str) -> NoReturn:
     """Raise RuntimeError: a CUDA graph would replay the rows of one draw, and torch does not let it draw at all."""
     raise RuntimeError(
-        f"{system.name}: Running(rows=...) draws other rows in each step that sums S, which a CUDA graph can't. "
+        f"{name}: Running(rows=...) draws other rows in each step that sums S, which a CUDA graph can't. "
         "Capture the steps between these alone, or attach with rows=None"
     )
 
@@ -305,12 +336,15 @@ class System(Equation):
         usual: whether calls are expected to set this system up.
         keeps_rows: whether rows may stand for S, for all that is known without a call.
         leaves: the leaves of the last call. They have shape, precision and device of what is summed.
-        summed_shapes, summed_layout: of what was trained when the leaves were made.
+        summing: how S is formed of what was trained when the leaves were made.
+        key: that of `summing`.
         common: whether all ranks that share the layer have the same inputs, and so the same S.
         cluster: the systems that share parameters with this one.
     """
 
     cluster: "Cluster"
+    summing: Summing
+    key: str
 
     def __init__(
         self,
@@ -334,8 +368,6 @@ class System(Equation):
         self.keeps_rows = running is None and not self._spread
         self._draws = running.rows or 0 if running is not None else 0
         self._drawn = 0, 0
-        self.key = f"{layer._turn} {name}"  # the same if it is attached again: a compiled graph may hold it
-        _systems[self.key] = self
         if self.trained:  # ahead of the first call, which may be a compiled one
             self.make_leaves()
 
@@ -356,7 +388,9 @@ class System(Equation):
             return output
         if self._spread:
             self._note_tensor_parallel()
-        seen = [tensor.detach() for tensor in inputs]
+        seen: Sequence[Tensor] = [tensor.detach() for tensor in inputs]
+        if self.summing.shapes[0] is None:
+            seen = self.call.without_weight(seen)
         if torch.compiler.is_compiling():
             result: Tensor = Tap.apply(output, Call(self, len(seen)), *seen, *self.leaves)
             return result
@@ -399,7 +433,7 @@ class System(Equation):
 
     def make_leaves(self) -> None:
         """Make leaves for what is trained now, ahead of a call, unless there are such."""
-        if not self.leaves or self.summed_shapes != self.shapes:
+        if not self.leaves or self.summing.shapes != self.shapes:
             parameter = self.trained[0].parameter
             self._fit_leaves(parameter.device, precision(parameter))
 
@@ -411,17 +445,21 @@ class System(Equation):
             return True
         if True not in trained:
             return False
-        if self.holds and any(parameter.grad is not None for parameter in self.parameters):
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if self.holds and any(bool(entries(local(gradient)).any()) for gradient in gradients):
             raise RuntimeError(
                 f"{self.name}: device, precision, scaling or which parameters are trained changed between backward "
                 "passes of one step, whose S can't be added up. Call zero_grad(), or step, before such a change"
             )
-        self.summed_shapes, self.summed_layout, self._rows = self.shapes, self.layout, []
-        self.leaves, self._made_for = tuple(self._new_leaves(device, dtype)), made_for
+        self._rows, self.leaves, self._made_for = [], tuple(self._new_leaves(device, dtype)), made_for
+        like = self.leaves[0].detach()  # a leaf holds S
+        self.summing = Summing(self.name, self.call, self.shapes, self.layout, like)
+        self.key = self.summing.key
+        _summings.setdefault(self.key, self.summing)
         return True
 
     def _new_leaves(self, device: torch.device, dtype: torch.dtype) -> Iterator[Tensor]:
-        layout = self.summed_layout
+        layout = self.layout
         self.ones = isinstance(layout, Affine) and layout.bias
         shapes = [self.gram_shape]
         if self._counts() and not self.ones:
@@ -456,7 +494,7 @@ class System(Equation):
         if not self.may_keep_rows:
             return False
         self.cluster.watch.notice()
-        A = call.rows(inputs)
+        A = call.summing.rows(inputs)
         samples = sum(len(rows) for rows in (A, *self._rows, *(rows for _, rows in self._arriving)))
         if self._sums or not rows_pay(self.layout.sizes._replace(samples=samples), self.layer._settings):
             self._sum_rows()
@@ -477,7 +515,7 @@ class System(Equation):
         return call
 
     def _kept_call(self) -> LinearTransfer:
-        layout = self.summed_layout
+        layout = self.summing.layout
         assert isinstance(layout, LinearTransfer)
         precise = [rows.to(self.leaves[0].dtype) for rows in self._rows]
         return layout.with_rows(precise[0] if len(precise) == 1 else torch.cat(precise))
@@ -506,7 +544,7 @@ class System(Equation):
 
     def refuse_changed(self) -> None:
         """Raise RuntimeError if other parameters are trained than those that S was summed for."""
-        for block, shape in zip(self.blocks, self.summed_shapes, strict=True):
+        for block, shape in zip(self.blocks, self.summing.shapes, strict=True):
             if block is not None and block.parameter.requires_grad != (shape is not None):
                 raise RuntimeError(
                     f"{self.name}: which parameters are trained changed between backward and the step, so that S is "

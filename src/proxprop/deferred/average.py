@@ -252,7 +252,7 @@ class Averages:
             held = self.averages.get(system)
             if held is None:
                 started.add(cluster)
-                self.averages[system], self._shapes[system] = step, system.summed_shapes
+                self.averages[system], self._shapes[system] = step, system.summing.shapes
                 if not S.is_meta:
                     clean(step)
                 continue
@@ -369,7 +369,7 @@ class Averages:
             system.make_leaves()
             device = None if cluster.mine else "meta"
             self.averages[system] = Term(system, *(torch.zeros_like(x, device=device) for x in system.leaves))
-            self._shapes[system] = system.summed_shapes
+            self._shapes[system] = system.summing.shapes
 
     def state(self, whole: bool) -> dict[str, Tensor]:
         """The state that this rank has, or all of it, brought from its owners."""

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor
@@ -170,6 +170,7 @@ class Watch:
         self.cluster, self.systems, self.parameters = cluster, cluster.systems, cluster.parameters
         self.waiting = self.resting = False
         self._arrived: list[Tensor] = []
+        finalize(self, self._arrived.clear)  # Python can't see a cycle through a parameter's hook
         self._spread = any(mesh_of(p) is not None for p in self.parameters)
         self._task = -1
         self._summed = self._warned = self._mixed = False

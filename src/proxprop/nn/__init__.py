@@ -55,8 +55,6 @@ IN_A_CALL = {
     "__getattr__",
     "__getattribute__",
     *COMPUTED,
-    "bias",
-    "in_proj_bias",
 }
 """Attributes that decide how a layer is called and what it computes, beside torch's own private methods."""
 

@@ -52,6 +52,8 @@ class MultiheadAttention(ProximalLayer, nn.MultiheadAttention):
         else:
             mixed = functional.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=hinted)
         mixed, out = self._joined(mixed, batched), self.out_proj
+        if "weight" not in out._parameters or "bias" not in out._parameters:
+            self._refuse_computed()
         output = self._linear(mixed, out.weight, out.bias, "out", owner=out)
         if not need_weights:
             return output, None

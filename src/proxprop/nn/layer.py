@@ -44,8 +44,22 @@ class Part(NamedTuple):
     usual: bool = True
 
 
-COMPUTED = {"weight", "in_proj_weight"}
+COMPUTED = {
+    "weight",
+    "bias",
+    "in_proj_weight",
+    "in_proj_bias",
+    "q_proj_weight",
+    "k_proj_weight",
+    "v_proj_weight",
+}
 """Parameters that a hook computes if they are found as plain attributes."""
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a hook computes a parameter, as pruning and the older weight and spectral norm do."""
+    own = vars(module)
+    return any(isinstance(own.get(name), Tensor) for name in COMPUTED)
 
 
 _turns = count()
@@ -160,8 +174,12 @@ class ProximalLayer(nn.Module):
         cast(ProximalLayer, module)._adopt(settings, name)
 
     def _adopt(self, settings: Settings, name: str) -> None:
-        """Take on settings; `name` is how messages call this layer."""
-        self._settings, self._layer_name, self._failures = settings, name, FailureWarner()
+        """Take on settings; `name` is how messages call this layer.
+
+        Each layer has settings of its own. Dynamo makes a number a symbol where it is read first, and if that is in a
+        checkpoint, layers outside of it can't share the number.
+        """
+        self._settings, self._layer_name, self._failures = replace(settings), name, FailureWarner()
         self._observer = self._planned = self._attached = None
         self._turn, self._rests = next(_turns), False
 
@@ -268,14 +286,18 @@ class ProximalLayer(nn.Module):
             in_transform() or "parametrizations" in self._modules or not COMPUTED.isdisjoint(vars(self))
         ):
             refuse_transforms(self._layer_name)
-            raise RuntimeError(
-                f"{self._layer_name}: its weight is computed by a hook or a parametrization that was added after "
-                "convert, so its output is not linear in what is trained. Call proxprop.revert(model) before "
-                "adding it; convert then leaves the layer explicit"
-            )
+            if "parametrizations" in self._modules or is_hooked(self):
+                self._refuse_computed()
         for tensor in (*inputs, output):
             if tensor.layout != torch.strided or tensor.is_complex():
                 _refuse_tensor(self, self._layer_name, tensor)
+
+    def _refuse_computed(self) -> NoReturn:
+        raise RuntimeError(
+            f"{self._layer_name}: its weight or bias is computed by a hook or a parametrization that was added after "
+            "convert, so its output is not linear in what is trained. Call proxprop.revert(model) before "
+            "adding it; convert then leaves the layer explicit"
+        )
 
     def _plain_forward(self, *args: Any) -> Tensor:
         """The plain class's own forward from detached parameters, so that torch computes no gradient of them."""
@@ -326,6 +348,8 @@ class ProximalLayer(nn.Module):
         self._check(output, inputs)
         if not _some_train(parameters):
             return output
+        if parameters[0] is not None and not parameters[0].requires_grad:
+            inputs = call.without_weight(inputs)
         is_opaque = compiles and self._observer is None and can_be_described(call, self._settings)
         # With its own name, each layer would be compiled separately.
         name = "a compiled layer" if compiles else self._layer_name

@@ -34,6 +34,10 @@ class LayerCall:
             return NormTransfer([], like, shapes, axis=self.kind.channel_axis(*self.options))
         return self.kind(inputs, like, shapes, *self.options)
 
+    def without_weight(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What backward needs of the inputs where the weight is not trained: of a shift, their precision alone."""
+        return [tensor.new_zeros(1) for tensor in inputs] if issubclass(self.kind, Affine) else inputs
+
     def layout(self, shapes: Shapes) -> Transfer:
         """The transfer without samples; see `Transfer.without_samples`."""
         if issubclass(self.kind, Affine) and shapes[0] is None:
