@@ -696,7 +696,7 @@ def test_a_detached_handle_holds_no_averages() -> None:
 
 def test_the_state_is_a_plain_dict_of_tensors_by_layer_names() -> None:
     model, optimizer, handle = training(Running())
-    names = {f"{layer}.{key}" for layer in ("0", "3") for key in ("S", "samples", "steps", "kept")}
+    names = {f"{layer}.{key}" for layer in ("0", "3") for key in ("S", "samples", "steps", "trained", "kept")}
     assert handle.state_dict().keys() == names  # zeros before the first step, for loaders that fill in place
     steps(model, optimizer, range(1))
     assert handle.state_dict().keys() == names
@@ -731,11 +731,11 @@ def test_frozen_layers_have_a_state_once_they_are_trained() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     handle = proxprop.attach(optimizer, model, running=Running())
     steps(model.float(), optimizer, range(1))
-    trained = {"3.S", "3.samples", "3.steps", "3.kept"}
-    assert handle.state_dict().keys() == trained | {"0.steps"}
+    trained = {"3.S", "3.samples", "3.steps", "3.trained", "3.kept"} | {"0.steps", "0.trained"}
+    assert handle.state_dict().keys() == trained
     handle.load_state_dict(handle.state_dict())
     model[0].requires_grad_(True)
-    assert handle.state_dict().keys() == trained | {"0.S", "0.samples", "0.steps", "0.kept"}
+    assert handle.state_dict().keys() == trained | {"0.S", "0.samples", "0.kept"}
     steps(model, optimizer, range(1))
     assert int(handle.state_dict()["0.steps"]) == 1
 
@@ -755,11 +755,46 @@ def test_a_state_fits_what_is_trained_now() -> None:
     other(x).backward(G)
     handle_of(other).solve()
     assert torch.equal(other.weight.grad, layer.weight.grad)
-    layer.bias.requires_grad_(True)
-    with pytest.raises(
-        ValueError, match=r"shape \[1, 5, 5\] but has \[1, 4, 4\]; .* the same parameters are trained"
-    ):
-        handle_of(layer).load_state_dict(state)
+
+
+@pytest.mark.parametrize("block", [None, 2], ids=["whole", "blocks"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_state_of_other_trained_parameters_starts_anew(block: int | None, trained: bool) -> None:
+    """As the run that it was saved from would have gone on; in blocks, S is as large with the bias as without it."""
+    running = Running(update_every=5, invert_every=5, block=block)
+    x, G = randn(9, 3, seed=1), randn(9, 2, seed=2)
+    torch.manual_seed(0)
+    layers = [proxprop.nn.Linear(3, 2, solver=Exact(), dtype=torch.float64) for _ in range(2)]
+    for layer in layers:
+        layer.bias.requires_grad_(not trained)
+        proxprop.attach(torch.optim.SGD(layer.parameters(), lr=0.0), layer, running=running)
+    layers[0](3 * x).backward(G)
+    handle_of(layers[0]).solve()
+    state = {name: value.clone() for name, value in handle_of(layers[0]).state_dict().items()}
+    for layer in layers:
+        layer.zero_grad()
+        layer.bias.requires_grad_(trained)
+    handle_of(layers[1]).load_state_dict(state)
+    assert layers[1].bias.requires_grad == trained
+    for layer in layers:
+        layer(x).backward(G)
+        handle_of(layer).solve()
+    assert torch.equal(layers[1].weight.grad, layers[0].weight.grad)
+
+
+def test_a_state_that_was_saved_while_a_layer_was_frozen_goes_on_once_it_is_trained() -> None:
+    running, (x, G) = Running(update_every=2, invert_every=2), batches(1)[0]
+    (layer, optimizer), (other, _) = (attached(Exact(), running) for _ in range(2))
+    stepped(layer, optimizer, 3 * x, G)
+    for each in (layer, other):
+        each.requires_grad_(False)
+    handle_of(other).load_state_dict(handle_of(layer).state_dict())
+    for each in (layer, other):
+        each.zero_grad()
+        each.requires_grad_(True)
+        each(x).backward(G)
+        handle_of(each).solve()
+    assert torch.equal(other.weight.grad, layer.weight.grad)
 
 
 def test_a_state_of_another_model_is_refused() -> None:

@@ -368,8 +368,8 @@ class Averages:
     def _entries(self) -> Iterator[tuple[str, Tensor, Cluster, bool]]:
         """All state, in the same order on all ranks; what other ranks own has no memory.
 
-        S̄ and N̄ of every system, and every cluster's number of steps and kept matrices; zeros before the first step.
-        N̄ is a copy where S̄ holds it: formats of files refuse tensors that share memory.
+        S̄ and N̄ of every system, and every cluster's number of steps, kept matrices and which parameters they are for;
+        zeros before the first step. N̄ is a copy where S̄ holds it: formats of files refuse tensors that share memory.
         A tensor comes with its name, its cluster, and whether the cluster's owner alone has it.
         """
         for cluster in self.clusters:
@@ -378,6 +378,7 @@ class Averages:
             if not cluster.pairs:
                 self._make_room(cluster, self._joined(cluster))
             yield f"{cluster.name}.steps", torch.tensor(cluster.steps), cluster, False
+            yield f"{cluster.name}.trained", torch.tensor(cluster.made_for), cluster, False
             for system in cluster.systems:
                 if system in self.averages:
                     _, S, samples = self.averages[system]  # of what was trained, and now another bias may be
@@ -390,10 +391,25 @@ class Averages:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take over a state; tensors are copied, and those that other ranks own need not be there.
 
+        A layer that trains other parameters now than when it was saved starts anew in its next step, as it would have.
+
         Raises:
             ValueError: an entry is missing, not expected, or of another shape; all averages then start anew.
         """
+        now = {p: p.requires_grad for cluster in self.clusters for p in cluster.parameters}
+        try:
+            self._load(state)
+        finally:
+            for parameter, trained in now.items():
+                parameter.requires_grad_(trained)
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a state, with the parameters trained that it was saved for."""
         for cluster in self.clusters:
+            for parameter, trained in zip(
+                cluster.parameters, state.get(f"{cluster.name}.trained", ()), strict=False
+            ):
+                parameter.requires_grad_(bool(trained))
             saved = [system.name for system in cluster.systems if f"{system.name}.S" in state]
             self._drop_others(cluster)
             for system in cluster.systems if cluster.mine else ():
@@ -424,7 +440,7 @@ def _for_groups(counts: Sequence[Tensor | None], S: Tensor) -> Tensor:
 
 def _check(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], known: Collection[str]) -> None:
     """Raise ValueError unless a state has what is expected, in its shape, and nothing that is not known."""
-    remedy = "; a state fits a model of the same layers, in which the same parameters are trained"
+    remedy = "; a state fits a model of the same layers"
     for name, tensor in expected.items():
         if name not in state:
             raise ValueError(f"the state has no {name!r}, which this model needs{remedy}")
