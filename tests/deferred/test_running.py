@@ -62,6 +62,65 @@ def test_without_memory_and_damping_of_its_own_it_is_plain_deferred_mode(
         assert relative_error(found[4], plain.bias.grad) < 1e-9
 
 
+@pytest.mark.parametrize("apart", ["attention", "tied"])
+def test_each_system_of_a_cluster_counts_its_own_samples(apart: str) -> None:
+    """Of attention's queries and keys, and of biases beside a weight that is tied and frozen."""
+    running = Running(decay=0.0, update_every=1, invert_every=1, damping=None)
+    found = []
+    for choice in (None, running):
+        torch.manual_seed(0)
+        plain = Tied("two") if apart == "tied" else nn.MultiheadAttention(4, 2, batch_first=True).double()
+        model = proxprop.convert(plain, Exact(), include_last=True)
+        if apart == "tied":
+            model.first.weight.requires_grad_(False)
+        proxprop.attach(torch.optim.SGD(model.parameters(), lr=0.0), model, running=choice)
+        x, y = randn(2, 3, 4, seed=1), randn(2, 9, 4, seed=2)
+        output = model(x) if apart == "tied" else model(x, y, y)[0]
+        output.square().sum().backward()
+        handle_of(model.first if apart == "tied" else model).solve()
+        found.append(grads(model))
+    assert_same(found[1], found[0], tolerance=1e-9)
+
+
+@pytest.mark.parametrize("damping", [0.3, None])
+def test_a_tied_layer_that_is_used_later(damping: float | None) -> None:
+    """Until S of it is there its bias counts as the mean of the other features, which leaves the rest as it is."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 3).double(), nn.Linear(4, 3).double()])
+    model[1].weight = model[0].weight
+    proxprop.convert(model, Exact(), include_last=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    proxprop.attach(optimizer, model, running=Running(update_every=2, invert_every=2, damping=damping))
+    (x, G), (y, H) = batches(2)
+    model[0](x).backward(G)
+    optimizer.step()
+    optimizer.zero_grad()
+    model[1](y).backward(H)
+    optimizer.step()
+    S, B = rows(x).T @ rows(x), torch.cat([y.T @ H, torch.zeros(1, 3).double()])
+    if damping is None:
+        D, own = torch.linalg.solve(torch.eye(5) + S, B), H.sum(0) / (1 + S.diagonal().mean())
+    else:
+        D, own = stated(S, B, damping, Exact()), H.sum(0)
+    assert relative_error(model[0].weight.grad.T, D[:4]) < 1e-9
+    assert relative_error(model[1].bias.grad, own) < 1e-9
+
+
+def test_a_step_without_samples_leaves_the_scale_of_the_average() -> None:
+    """A gradient that was zeroed in place, in a step that updates, says nothing of the samples to come."""
+    layer, optimizer = attached(Exact(), Running(decay=0.5, update_every=2, invert_every=2, damping=None))
+    x, G = batches(1)[0]
+    for given_up in (False, False, True, False):
+        optimizer.zero_grad(set_to_none=False)
+        layer(x).backward(G)
+        if given_up:
+            optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+    S = 0.25 * rows(x).T @ rows(x)
+    D = torch.linalg.solve(torch.eye(5) + S, rows(x).T @ G)
+    assert relative_error(layer.weight.grad.T, D[:4]) < 1e-9
+
+
 @SOLVERS
 def test_what_is_made_anew_stays_in_its_place(solver: Solver) -> None:
     """A CUDA graph of a step goes on reading there."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from proxprop import device, tuning
 from proxprop.deferred.accumulator import System
-from proxprop.deferred.equation import BlockLayout, Equation, Term, join, total
+from proxprop.deferred.equation import BlockLayout, Equation, Term, join
 from proxprop.deferred.observing import Cluster, Pair
 from proxprop.deferred.preconditioner import (
     Form,
@@ -162,6 +162,9 @@ def clean(step: Term) -> None:
             tensor.masked_fill_(broken, 0.0)
 
 
+Count = tuple[Equation, Tensor]
+"""A system and its number of samples in this step."""
+
 Asked = tuple[Operator, Term, Tensor | None]
 """An operator to be made anew, the average that it is made from, and the number of samples in this step."""
 
@@ -214,12 +217,12 @@ class Averages:
             resting: clusters that are not.
         """
         counted = steps.items() if self.running.damping is None else ()
-        samples = {cluster: total(terms) for cluster, terms in counted}  # before they are overwritten
+        samples = {cluster: _counts(terms) for cluster, terms in counted}  # before they are overwritten
         started = self._update(steps)
         every = self.running.invert_every
         due = {
-            **{c: samples.get(c) for c in steps if c in started or c.steps % every == c.turn},
-            **{c: None for c in resting if c.steps % every == c.turn},
+            **{c: samples.get(c, ()) for c in steps if c in started or c.steps % every == c.turn},
+            **{c: () for c in resting if c.steps % every == c.turn},
         }
         if due:
             self._invert(due)
@@ -231,6 +234,11 @@ class Averages:
         alike: dict[tuple[torch.device, torch.dtype], list[tuple[Term, Term]]] = {}
         for cluster in started:
             self._drop_others(cluster)
+            if len(steps[cluster]) < len(
+                cluster.systems
+            ):  # tied layers are inverted together from the first on
+                used = {term.equation.layer for term in steps[cluster]}
+                self._start(cluster, [s.name for s in cluster.systems if s.usual and s.layer not in used])
         for cluster, step in [(cluster, step) for cluster, terms in steps.items() for step in terms]:
             system, S = step.equation, step.S
             assert isinstance(system, System)
@@ -280,8 +288,8 @@ class Averages:
     def _joined(self, cluster: Cluster) -> Iterator[Term]:
         return join([self.averages[system] for system in cluster.systems if system in self.averages])
 
-    def _invert(self, clusters: Mapping[Cluster, Tensor | None]) -> None:
-        """Make the operators of clusters anew, given each one's number of samples in this step."""
+    def _invert(self, clusters: Mapping[Cluster, Sequence[Count]]) -> None:
+        """Make the operators of clusters anew, given their systems' numbers of samples in this step."""
         alike: dict[tuple[object, ...], list[Asked]] = {}
         for cluster, samples in clusters.items():
             terms = [*self._joined(cluster)]
@@ -291,7 +299,7 @@ class Averages:
             for (equation, operator), term in zip(cluster.pairs, terms, strict=True):
                 S, numbers = term.S, (self._numbers(equation), equation.layer.scaling, self._sizes(equation))
                 kind = type(operator), S.shape, S.dtype, S.device, numbers
-                alike.setdefault(kind, []).append((operator, term, samples))
+                alike.setdefault(kind, []).append((operator, term, _of(equation, samples)))
         for members in alike.values():
             count = inverted_together(members[0][1].S.nbytes)
             for start in range(0, len(members), count):
@@ -339,7 +347,10 @@ class Averages:
         S, (first, *_) = torch.cat([term.S for term in terms]), terms
         if self.running.damping is not None:
             return relative_form(S, self.running.damping, *self._sizes(first.equation))
-        now, averaged = _for_groups(samples, S), _for_groups([term.samples for term in terms], S)
+        held = [term.samples for term in terms]
+        averaged = _for_groups(held, S)
+        now = _for_groups([n if n is not None else own for n, own in zip(samples, held, strict=True)], S)
+        now = torch.where(now > 0, now, averaged)  # a step without samples says nothing of those to come
         S.mul_(now / averaged.clamp(min=1e-30))
         return absolute_form(S, now, first.equation.layer._settings)
 
@@ -430,6 +441,17 @@ class Averages:
             tensor.copy_(state[name])
         for cluster in self.clusters:
             cluster.reach(int(state[f"{cluster.name}.steps"]))
+
+
+def _counts(terms: Sequence[Term]) -> list[Count]:
+    """Copies of terms' numbers of samples."""
+    return [(term.equation, samples.clone()) for term in terms if (samples := term.samples) is not None]
+
+
+def _of(equation: Equation, samples: Sequence[Count]) -> Tensor | None:
+    """How many samples of this step an equation has; None where nobody counted any."""
+    own = [count for other, count in samples if other.meets(equation, trained=True)]
+    return torch.stack(own).sum(0) if own else None
 
 
 def _for_groups(counts: Sequence[Tensor | None], S: Tensor) -> Tensor:
