@@ -20,6 +20,7 @@ from proxprop.deferred.preconditioner import (
     Operator,
     absolute_form,
     absolute_numbers,
+    borrowed,
     fill,
     inverted_together,
     relative_form,
@@ -206,8 +207,10 @@ class Averages:
             for system in cluster.systems:
                 if system in self.averages:
                     self.averages[system] = self.averages[system].to("meta")
-            if cluster.way == "gradient":
-                self._make_room(cluster, self._joined(cluster))
+            if cluster.way == "gradient":  # they stay those for what was trained when they were made
+                cluster.pairs = [
+                    (e, borrowed(operator, torch.device("meta"))) for e, operator in cluster.pairs
+                ]
 
     def take_in(self, steps: Mapping[Cluster, Sequence[Term]], resting: Iterable[Cluster]) -> None:
         """Take in S of an observed step, and make operators anew, on all ranks that keep them, where it is time.
@@ -299,7 +302,9 @@ class Averages:
             for (equation, operator), term in zip(cluster.pairs, terms, strict=True):
                 S, numbers = term.S, (self._numbers(equation), equation.layer.scaling, self._sizes(equation))
                 kind = type(operator), S.shape, S.dtype, S.device, numbers
-                alike.setdefault(kind, []).append((operator, term, _of(equation, samples)))
+                alike.setdefault(kind, []).append(
+                    (operator, term, _of(equation, samples) if samples else None)
+                )
         for members in alike.values():
             count = inverted_together(members[0][1].S.nbytes)
             for start in range(0, len(members), count):

@@ -214,15 +214,13 @@ class Watch:
             self.follow(self.parameters)
 
     def drop_given_up(self) -> None:
-        """Drop what was summed for gradients that were then set to None: this step does not use the layer.
+        """Drop what was summed if there are no gradients: this step does not use the layer, or they were set to None.
 
-        Under several ranks, None says nothing of what others have.
+        Ranks that average gradients agree on that.
         """
         for parameter in self.parameters:
             if parameter.grad is not None:
                 return
-        if self._spread or several_ranks():
-            return
         self.waiting = False
         self._arrived.clear()
         for system in self.systems:
