@@ -104,6 +104,65 @@ def test_without_memory_and_damping_of_its_own_it_is_plain_deferred_mode(
         assert relative_error(found[4], plain.bias.grad) < 1e-9
 
 
+@pytest.mark.parametrize("apart", ["attention", "tied"])
+def test_each_system_of_a_cluster_counts_its_own_samples(apart: str) -> None:
+    """Of attention's queries and keys, and of biases beside a weight that is tied and frozen."""
+    running = Running(decay=0.0, update_every=1, invert_every=1, damping=None)
+    found = []
+    for choice in (None, running):
+        torch.manual_seed(0)
+        plain = Tied("two") if apart == "tied" else nn.MultiheadAttention(4, 2, batch_first=True).double()
+        model = proxprop.convert(plain, Exact(), include_last=True)
+        if apart == "tied":
+            model.first.weight.requires_grad_(False)
+        proxprop.attach(torch.optim.SGD(model.parameters(), lr=0.0), model, running=choice)
+        x, y = randn(2, 3, 4, seed=1), randn(2, 9, 4, seed=2)
+        output = model(x) if apart == "tied" else model(x, y, y)[0]
+        output.square().sum().backward()
+        handle_of(model.first if apart == "tied" else model).solve()
+        found.append(grads(model))
+    assert_same(found[1], found[0], tolerance=1e-9)
+
+
+@pytest.mark.parametrize("damping", [0.3, None])
+def test_a_tied_layer_that_is_used_later(damping: float | None) -> None:
+    """Until S of it is there its bias counts as the mean of the other features, which leaves the rest as it is."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 3).double(), nn.Linear(4, 3).double()])
+    model[1].weight = model[0].weight
+    proxprop.convert(model, Exact(), include_last=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    proxprop.attach(optimizer, model, running=Running(update_every=2, invert_every=2, damping=damping))
+    (x, G), (y, H) = batches(2)
+    model[0](x).backward(G)
+    optimizer.step()
+    optimizer.zero_grad()
+    model[1](y).backward(H)
+    optimizer.step()
+    S, B = rows(x).T @ rows(x), torch.cat([y.T @ H, torch.zeros(1, 3).double()])
+    if damping is None:
+        D, own = torch.linalg.solve(torch.eye(5) + S, B), H.sum(0) / (1 + S.diagonal().mean())
+    else:
+        D, own = stated(S, B, damping, Exact()), H.sum(0)
+    assert relative_error(model[0].weight.grad.T, D[:4]) < 1e-9
+    assert relative_error(model[1].bias.grad, own) < 1e-9
+
+
+def test_a_step_without_samples_leaves_the_scale_of_the_average() -> None:
+    """A gradient that was zeroed in place, in a step that updates, says nothing of the samples to come."""
+    layer, optimizer = attached(Exact(), Running(decay=0.5, update_every=2, invert_every=2, damping=None))
+    x, G = batches(1)[0]
+    for given_up in (False, False, True, False):
+        optimizer.zero_grad(set_to_none=False)
+        layer(x).backward(G)
+        if given_up:
+            optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+    S = 0.25 * rows(x).T @ rows(x)
+    D = torch.linalg.solve(torch.eye(5) + S, rows(x).T @ G)
+    assert relative_error(layer.weight.grad.T, D[:4]) < 1e-9
+
+
 @SOLVERS
 def test_what_is_made_anew_stays_in_its_place(solver: Solver) -> None:
     """A CUDA graph of a step goes on reading there."""
@@ -738,7 +797,7 @@ def test_a_detached_handle_holds_no_averages() -> None:
 
 def test_the_state_is_a_plain_dict_of_tensors_by_layer_names() -> None:
     model, optimizer, handle = training(Running())
-    names = {f"{layer}.{key}" for layer in ("0", "3") for key in ("S", "samples", "steps", "kept")}
+    names = {f"{layer}.{key}" for layer in ("0", "3") for key in ("S", "samples", "steps", "trained", "kept")}
     assert handle.state_dict().keys() == names  # zeros before the first step, for loaders that fill in place
     steps(model, optimizer, range(1))
     assert handle.state_dict().keys() == names
@@ -773,11 +832,11 @@ def test_frozen_layers_have_a_state_once_they_are_trained() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     handle = proxprop.attach(optimizer, model, running=Running())
     steps(model.float(), optimizer, range(1))
-    trained = {"3.S", "3.samples", "3.steps", "3.kept"}
-    assert handle.state_dict().keys() == trained | {"0.steps"}
+    trained = {"3.S", "3.samples", "3.steps", "3.trained", "3.kept"} | {"0.steps", "0.trained"}
+    assert handle.state_dict().keys() == trained
     handle.load_state_dict(handle.state_dict())
     model[0].requires_grad_(True)
-    assert handle.state_dict().keys() == trained | {"0.S", "0.samples", "0.steps", "0.kept"}
+    assert handle.state_dict().keys() == trained | {"0.S", "0.samples", "0.kept"}
     steps(model, optimizer, range(1))
     assert int(handle.state_dict()["0.steps"]) == 1
 
@@ -797,11 +856,46 @@ def test_a_state_fits_what_is_trained_now() -> None:
     other(x).backward(G)
     handle_of(other).solve()
     assert torch.equal(other.weight.grad, layer.weight.grad)
-    layer.bias.requires_grad_(True)
-    with pytest.raises(
-        ValueError, match=r"shape \[1, 5, 5\] but has \[1, 4, 4\]; .* the same parameters are trained"
-    ):
-        handle_of(layer).load_state_dict(state)
+
+
+@pytest.mark.parametrize("block", [None, 2], ids=["whole", "blocks"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_state_of_other_trained_parameters_starts_anew(block: int | None, trained: bool) -> None:
+    """As the run that it was saved from would have gone on; in blocks, S is as large with the bias as without it."""
+    running = Running(update_every=5, invert_every=5, block=block)
+    x, G = randn(9, 3, seed=1), randn(9, 2, seed=2)
+    torch.manual_seed(0)
+    layers = [proxprop.nn.Linear(3, 2, solver=Exact(), dtype=torch.float64) for _ in range(2)]
+    for layer in layers:
+        layer.bias.requires_grad_(not trained)
+        proxprop.attach(torch.optim.SGD(layer.parameters(), lr=0.0), layer, running=running)
+    layers[0](3 * x).backward(G)
+    handle_of(layers[0]).solve()
+    state = {name: value.clone() for name, value in handle_of(layers[0]).state_dict().items()}
+    for layer in layers:
+        layer.zero_grad()
+        layer.bias.requires_grad_(trained)
+    handle_of(layers[1]).load_state_dict(state)
+    assert layers[1].bias.requires_grad == trained
+    for layer in layers:
+        layer(x).backward(G)
+        handle_of(layer).solve()
+    assert torch.equal(layers[1].weight.grad, layers[0].weight.grad)
+
+
+def test_a_state_that_was_saved_while_a_layer_was_frozen_goes_on_once_it_is_trained() -> None:
+    running, (x, G) = Running(update_every=2, invert_every=2), batches(1)[0]
+    (layer, optimizer), (other, _) = (attached(Exact(), running) for _ in range(2))
+    stepped(layer, optimizer, 3 * x, G)
+    for each in (layer, other):
+        each.requires_grad_(False)
+    handle_of(other).load_state_dict(handle_of(layer).state_dict())
+    for each in (layer, other):
+        each.zero_grad()
+        each.requires_grad_(True)
+        each(x).backward(G)
+        handle_of(each).solve()
+    assert torch.equal(other.weight.grad, layer.weight.grad)
 
 
 def test_a_state_of_another_model_is_refused() -> None:

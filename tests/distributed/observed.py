@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -80,25 +81,57 @@ def as_one_process(
         assert_same_values(run[0], alone[0])
 
 
-def layer_unused_on_some_ranks(to_none: bool) -> None:
-    """A rank that did not use a layer applies what is kept to the gradient that came from the others."""
+Uses = Callable[[int, int], bool]
+"""Whether a rank uses a layer in a step."""
+
+
+def alternating(rank: int, step: int) -> bool:
+    return (rank + step) % 2 == 0
+
+
+def on_rank_zero_later(rank: int, step: int) -> bool:
+    return step == 0 or rank == 0
+
+
+def on_no_rank_at_first(rank: int, step: int) -> bool:
+    return step not in (0, 3)
+
+
+def layer_unused_on_ranks(
+    used: Uses, to_none: bool = True, tied: bool = False, frozen: str = "", damping: float | None = 0.3
+) -> None:
+    """A rank that did not use a layer applies what is kept to the gradient that came from the others.
+
+    Args:
+        used: whether a rank uses the layer in a step.
+        to_none: how gradients are zeroed.
+        tied: whether another layer shares its weight.
+        frozen: parameters that are trained in the first step alone.
+        damping: of the running average.
+    """
 
     def build() -> nn.Module:
         torch.manual_seed(1)
-        return proxprop.convert(Forked().double(), proxprop.Exact())
+        plain = Forked().double()
+        if tied:
+            plain.second.weight = plain.first.weight
+        return proxprop.convert(plain, proxprop.Exact())
 
     def loss(model: nn.Module, rank: int, step: int) -> Tensor:
         batch = whole("exact").chunk(dist.get_world_size())[rank] * (1 + step)
-        return mean_square(model(batch, (rank + step) % 2 == 0))
+        return mean_square(model(batch, used(rank, step)))
 
     model, alone = DistributedDataParallel(build(), find_unused_parameters=True), build()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
     for optimizer, each in zip(optimizers, (model, alone), strict=True):
-        proxprop.attach(optimizer, each, running=RUNNING)
+        proxprop.attach(optimizer, each, running=replace(RUNNING, damping=damping))
     ranks = dist.get_world_size()
     for step in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=to_none)
+        for name in frozen.split():
+            for each in (model.module, alone):
+                each.get_parameter(name).requires_grad_(step == 0)
         loss(model, dist.get_rank(), step).backward()
         sum(loss(alone, rank, step) for rank in range(ranks)).div(ranks).backward()
         for optimizer in optimizers:
@@ -148,6 +181,21 @@ def wrapped_and_resumed_between() -> None:
             assert torch.allclose(found, expected, rtol=rounding, atol=rounding)
 
 
+def frozen_and_wrapped() -> None:
+    """Ranks agree on which layers start anew, where a layer was frozen before a wrapper was met."""
+    running = replace(RUNNING, copies=0.0)
+    run, alone = (fresh("alone", "even", running) for _ in range(2))
+    batch = whole("even")
+    for each in (run, alone):
+        take_step(each, batch, "")
+        each[0][0].bias.requires_grad_(False)
+    run = DistributedDataParallel(run[0]), *run[1:]
+    for _ in range(3):
+        take_step(run, share(batch), "")
+        take_step(alone, batch, "")
+        assert_same_values(run[0], alone[0])
+
+
 WAYS = ("", "in-place", "clip", "clip-in-place", "accumulate", "accumulate-in-place", "skip", "skip-in-place")
 
 CASES: dict[str, Callable[[], None]] = {
@@ -157,8 +205,19 @@ CASES: dict[str, Callable[[], None]] = {
     "observe-fsdp-attention": partial(as_one_process, "fsdp", "clip", network="attention"),
     "observe-ddp-bucket-view": partial(as_one_process, "ddp", "clip-in-place", gradient_as_bucket_view=True),
     "observe-ddp-static-graph": partial(as_one_process, "ddp", "clip", static_graph=True),
-    "observe-ddp-unused": partial(layer_unused_on_some_ranks, to_none=True),
-    "observe-ddp-unused-in-place": partial(layer_unused_on_some_ranks, to_none=False),
+    "observe-ddp-unused": partial(layer_unused_on_ranks, alternating),
+    "observe-ddp-unused-in-place": partial(layer_unused_on_ranks, alternating, to_none=False),
+    "observe-ddp-unused-by-all": partial(layer_unused_on_ranks, on_no_rank_at_first),
+    "observe-ddp-unused-by-all-absolute": partial(layer_unused_on_ranks, on_no_rank_at_first, damping=None),
+    "observe-ddp-unused-frozen": partial(layer_unused_on_ranks, on_rank_zero_later, frozen="second.bias"),
+    "observe-ddp-tied-unused": partial(layer_unused_on_ranks, on_no_rank_at_first, tied=True),
+    "observe-ddp-tied-unused-absolute": partial(
+        layer_unused_on_ranks, on_no_rank_at_first, tied=True, damping=None
+    ),
+    "observe-ddp-tied-frozen": partial(
+        layer_unused_on_ranks, on_rank_zero_later, tied=True, frozen="first.weight second.bias"
+    ),
     "observe-ddp-join": uneven_inputs,
+    "observe-ddp-frozen": frozen_and_wrapped,
     "observe-ddp-resumed": wrapped_and_resumed_between,
 }

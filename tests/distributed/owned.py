@@ -121,6 +121,19 @@ def trained_later(way: str) -> None:
         assert_same_values(run[0], alone[0])
 
 
+def bias_alone(way: str) -> None:
+    """Weights are frozen after a step. Every output of a bias is a group then, and shards hold some of them."""
+    running = replace(EVERY, copies=WAYS[way])
+    run, alone = fresh("fsdp", "exact", running), fresh("alone", "exact", running)
+    for step in range(3):
+        for model in (run[0], alone[0]):
+            model[0].weight.requires_grad_(step != 1)
+        batch = whole("exact") * (1 + 0.1 * step)
+        take_step(run, share(batch), "")
+        take_step(alone, batch, "")
+        assert_same_values(run[0], alone[0])
+
+
 def in_turns(kind: str) -> None:
     """Large layers are inverted in the steps in which one process inverts them."""
     running = Running(decay=0.8, update_every=2, invert_every=4)
@@ -154,6 +167,7 @@ CASES: dict[str, Callable[[], None]] = {
     },
     **{f"owned-offload-{way}": partial(offloaded, "even", way) for way in WAYS},
     **{f"owned-later-{way}": partial(trained_later, way) for way in WAYS},
+    **{f"owned-bias-{way}": partial(bias_alone, way) for way in WAYS},
     **{f"owned-turns-{kind}": partial(in_turns, kind) for kind in ("ddp", "fsdp")},
     **{
         f"owned-hybrid-{way}": partial(

@@ -148,6 +148,20 @@ def two_steps_with_adam() -> None:
         assert torch.allclose(found.full_tensor(), expected, rtol=1e-9, atol=1e-12)
 
 
+def two_optimizers() -> None:
+    """Without a module around all others, the second step does not solve again what the first has solved."""
+    model = NETWORKS["exact"].model()
+    for module in (model[0], model[2], model[4]):
+        fully_shard(module, mesh=mesh())
+    weight, *others = model.parameters()
+    optimizers = [torch.optim.SGD([weight], lr=0.1), torch.optim.SGD(others, lr=0.1)]
+    proxprop.attach(optimizers, model)
+    mean_square(model(share(whole("exact")))).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_parity(model, one_process("exact"))
+
+
 def warned_once_in_immediate_mode() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -193,6 +207,7 @@ CASES: dict[str, Callable[[], None]] = {
     "fsdp-owners": each_layer_by_its_owner,
     "fsdp-overlap": sent_while_backward_runs,
     "fsdp-two-steps": two_steps_with_adam,
+    "fsdp-two-optimizers": two_optimizers,
     "fsdp-immediate-warns": warned_once_in_immediate_mode,
     "fsdp-hybrid": partial(one_step, "convnet", hybrid=True),
     "fsdp-hybrid-cg": partial(one_step, "cg", hybrid=True),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from proxprop import device, tuning
 from proxprop.deferred.accumulator import System
-from proxprop.deferred.equation import BlockLayout, Equation, Term, join, total
+from proxprop.deferred.equation import BlockLayout, Equation, Term, join
 from proxprop.deferred.observing import Cluster, Pair
 from proxprop.deferred.preconditioner import (
     Form,
@@ -21,6 +21,7 @@ from proxprop.deferred.preconditioner import (
     Operator,
     absolute_form,
     absolute_numbers,
+    borrowed,
     fill,
     inverted_together,
     relative_form,
@@ -177,6 +178,9 @@ def clean(step: Term) -> None:
             tensor.masked_fill_(broken, 0.0)
 
 
+Count = tuple[Equation, Tensor]
+"""A system and its number of samples in this step."""
+
 Asked = tuple[Operator, Term, Tensor | None]
 """An operator to be made anew, the average that it is made from, and the number of samples in this step."""
 
@@ -218,8 +222,10 @@ class Averages:
             for system in cluster.systems:
                 if system in self.averages:
                     self.averages[system] = self.averages[system].to("meta")
-            if cluster.way == "gradient":
-                self._make_room(cluster, self._joined(cluster))
+            if cluster.way == "gradient":  # they stay those for what was trained when they were made
+                cluster.pairs = [
+                    (e, borrowed(operator, torch.device("meta"))) for e, operator in cluster.pairs
+                ]
 
     def take_in(self, steps: Mapping[Cluster, Sequence[Term]], resting: Iterable[Cluster]) -> None:
         """Take in S of an observed step, and make operators anew, on all ranks that keep them, where it is time.
@@ -229,12 +235,12 @@ class Averages:
             resting: clusters that are not.
         """
         counted = steps.items() if self.running.damping is None else ()
-        samples = {cluster: total(terms) for cluster, terms in counted}  # before they are overwritten
+        samples = {cluster: _counts(terms) for cluster, terms in counted}  # before they are overwritten
         started = self._update(steps)
         every = self.running.invert_every
         due = {
-            **{c: samples.get(c) for c in steps if c in started or c.steps % every == c.turn},
-            **{c: None for c in resting if c.steps % every == c.turn},
+            **{c: samples.get(c, ()) for c in steps if c in started or c.steps % every == c.turn},
+            **{c: () for c in resting if c.steps % every == c.turn},
         }
         if due:
             self._invert(due)
@@ -246,6 +252,11 @@ class Averages:
         alike: dict[tuple[torch.device, torch.dtype], list[tuple[Term, Term]]] = {}
         for cluster in started:
             self._drop_others(cluster)
+            if len(steps[cluster]) < len(
+                cluster.systems
+            ):  # tied layers are inverted together from the first on
+                used = {term.equation.layer for term in steps[cluster]}
+                self._start(cluster, [s.name for s in cluster.systems if s.usual and s.layer not in used])
         for cluster, step in [(cluster, step) for cluster, terms in steps.items() for step in terms]:
             system, S = step.equation, step.S
             assert isinstance(system, System)
@@ -295,8 +306,8 @@ class Averages:
     def _joined(self, cluster: Cluster) -> Iterator[Term]:
         return join([self.averages[system] for system in cluster.systems if system in self.averages])
 
-    def _invert(self, clusters: Mapping[Cluster, Tensor | None]) -> None:
-        """Make the operators of clusters anew, given each one's number of samples in this step."""
+    def _invert(self, clusters: Mapping[Cluster, Sequence[Count]]) -> None:
+        """Make the operators of clusters anew, given their systems' numbers of samples in this step."""
         alike: dict[tuple[object, ...], list[Asked]] = {}
         for cluster, samples in clusters.items():
             terms = [*self._joined(cluster)]
@@ -306,7 +317,9 @@ class Averages:
             for (equation, operator), term in zip(cluster.pairs, terms, strict=True):
                 S, numbers = term.S, (self._numbers(equation), equation.layer.scaling, self._sizes(equation))
                 kind = type(operator), S.shape, S.dtype, S.device, numbers
-                alike.setdefault(kind, []).append((operator, term, samples))
+                alike.setdefault(kind, []).append(
+                    (operator, term, _of(equation, samples) if samples else None)
+                )
         for members in alike.values():
             count = inverted_together(members[0][1].S.nbytes)
             for start in range(0, len(members), count):
@@ -357,7 +370,10 @@ class Averages:
         S, (first, *_) = torch.cat([term.S for term in terms]), terms
         if self.running.damping is not None:
             return relative_form(S, self._numbers(first.equation), *self._sizes(first.equation))
-        now, averaged = _for_groups(samples, S), _for_groups([term.samples for term in terms], S)
+        held = [term.samples for term in terms]
+        averaged = _for_groups(held, S)
+        now = _for_groups([n if n is not None else own for n, own in zip(samples, held, strict=True)], S)
+        now = torch.where(now > 0, now, averaged)  # a step without samples says nothing of those to come
         S.mul_(now / averaged.clamp(min=1e-30))
         return absolute_form(S, now, first.equation.layer._settings)
 
@@ -386,8 +402,8 @@ class Averages:
     def _entries(self) -> Iterator[tuple[str, Tensor, Cluster, bool]]:
         """All state, in the same order on all ranks; what other ranks own has no memory.
 
-        S̄ and N̄ of every system, and every cluster's number of steps and kept matrices; zeros before the first step.
-        N̄ is a copy where S̄ holds it: formats of files refuse tensors that share memory.
+        S̄ and N̄ of every system, and every cluster's number of steps, kept matrices and which parameters they are for;
+        zeros before the first step. N̄ is a copy where S̄ holds it: formats of files refuse tensors that share memory.
         A tensor comes with its name, its cluster, and whether the cluster's owner alone has it.
         """
         for cluster in self.clusters:
@@ -396,6 +412,7 @@ class Averages:
             if not cluster.pairs:
                 self._make_room(cluster, self._joined(cluster))
             yield f"{cluster.name}.steps", torch.tensor(cluster.steps), cluster, False
+            yield f"{cluster.name}.trained", torch.tensor(cluster.made_for), cluster, False
             for system in cluster.systems:
                 if system in self.averages:
                     _, S, samples = self.averages[system]  # of what was trained, and now another bias may be
@@ -408,10 +425,25 @@ class Averages:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take over a state; tensors are copied, and those that other ranks own need not be there.
 
+        A layer that trains other parameters now than when it was saved starts anew in its next step, as it would have.
+
         Raises:
             ValueError: an entry is missing, not expected, or of another shape; all averages then start anew.
         """
+        now = {p: p.requires_grad for cluster in self.clusters for p in cluster.parameters}
+        try:
+            self._load(state)
+        finally:
+            for parameter, trained in now.items():
+                parameter.requires_grad_(trained)
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a state, with the parameters trained that it was saved for."""
         for cluster in self.clusters:
+            for parameter, trained in zip(
+                cluster.parameters, state.get(f"{cluster.name}.trained", ()), strict=False
+            ):
+                parameter.requires_grad_(bool(trained))
             saved = [system.name for system in cluster.systems if f"{system.name}.S" in state]
             self._drop_others(cluster)
             for system in cluster.systems if cluster.mine else ():
@@ -434,6 +466,17 @@ class Averages:
             cluster.reach(int(state[f"{cluster.name}.steps"]))
 
 
+def _counts(terms: Sequence[Term]) -> list[Count]:
+    """Copies of terms' numbers of samples."""
+    return [(term.equation, samples.clone()) for term in terms if (samples := term.samples) is not None]
+
+
+def _of(equation: Equation, samples: Sequence[Count]) -> Tensor | None:
+    """How many samples of this step an equation has; None where nobody counted any."""
+    own = [count for other, count in samples if other.meets(equation, trained=True)]
+    return torch.stack(own).sum(0) if own else None
+
+
 def _for_groups(counts: Sequence[Tensor | None], S: Tensor) -> Tensor:
     """Numbers of samples of systems, to multiply their stacked S with."""
     stacked = torch.stack([count for count in counts if count is not None])
@@ -442,7 +485,7 @@ def _for_groups(counts: Sequence[Tensor | None], S: Tensor) -> Tensor:
 
 def _check(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], known: Collection[str]) -> None:
     """Raise ValueError unless a state has what is expected, in its shape, and nothing that is not known."""
-    remedy = "; a state fits a model of the same layers, in which the same parameters are trained"
+    remedy = "; a state fits a model of the same layers"
     for name, tensor in expected.items():
         if name not in state:
             raise ValueError(f"the state has no {name!r}, which this model needs{remedy}")

@@ -285,6 +285,7 @@ def _added(terms: Sequence[Term], start: int, stop: int) -> Term:
     S = terms[0].S.new_zeros(terms[0].S.shape[0], size, size)
     for term, place in zip(terms, places, strict=True):
         _add(S, term.S, features, place)
+    _fill_unseen(S, features)
 
     def layout_of(shapes: Shapes) -> Layout:
         return JointLayout(first.layout_of([shapes[0], None]), len(biases))
@@ -336,6 +337,14 @@ def _add(S: Tensor, summand: Tensor, features: int, place: int | None) -> None:
         S[:, :features, at] += summand[:, :features, -1]
         S[:, at, :features] += summand[:, -1, :features]
         S[:, at, at] += summand[:, -1, -1]
+
+
+def _fill_unseen(S: Tensor, features: int) -> None:
+    """Give biases that no sample came to yet the mean of the rest of the diagonal; it stays the mean of all."""
+    diagonal = S.diagonal(dim1=1, dim2=2)
+    unseen = diagonal == 0
+    unseen[:, :features] = False
+    diagonal += unseen * (diagonal.sum(-1, keepdim=True) / (~unseen).sum(-1, keepdim=True))
 
 
 def why_not_joint(one: Equation, other: Equation) -> str:

@@ -155,10 +155,11 @@ class Attached(Joinable):
         clusters = [c for c in self.clusters if chosen is None or not chosen.isdisjoint(c.ids)]
         observed, resting = list[Cluster](), list[Cluster]()
         for cluster in clusters:
-            if cluster.parameters[0].grad is None:
+            if cluster.parameters[0].grad is None and not self._lends:
                 cluster.watch.drop_given_up()
             if cluster.due or not cluster.resting:
-                observed.append(cluster)
+                if cluster.watch.waiting:
+                    observed.append(cluster)
                 if cluster.watch.resting:
                     cluster.watch.tell_unseen()
             elif cluster.watch.look():
@@ -274,10 +275,11 @@ class Attached(Joinable):
     def state_dict(self, whole: bool = False) -> dict[str, Tensor]:
         """The running averages as a dict of tensors, to be saved beside the model's and the optimizer's state.
 
-        Empty without `running`. Keys are the layers' names followed by `S`, `samples`, `steps` and `kept`, and the
-        tensors are the ones in use, but for `samples` of a layer with a bias, whose S holds that number. Under several
-        ranks each has what it owns: `torch.distributed.checkpoint` saves that as one state and loads it on any number
-        of ranks. A fresh handle gives zeros, which it fills in place.
+        Empty without `running`. Keys are the layers' names followed by `S`, `samples`, `steps`, `kept` and `trained`,
+        which says what parameters the others are for. The tensors are the ones in use, but for `samples` of a layer
+        with a bias, whose S holds that number. Under several ranks each has what it owns:
+        `torch.distributed.checkpoint` saves that as one state and loads it on any number of ranks. A fresh handle gives
+        zeros, which it fills in place.
 
         Args:
             whole: bring the whole state to all ranks, which all have to ask for it.
@@ -287,9 +289,11 @@ class Attached(Joinable):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` gave; training goes on exactly where it stopped.
 
+        A layer whose trained parameters are others now starts anew, as it does where they change between two steps.
+
         Raises:
-            ValueError: the state is of another model, or other parameters are trained here, so that averages start
-                anew; or there are no running averages here.
+            ValueError: the state is of another model, so that averages start anew; or there are no running averages
+                here.
         """
         if self.averages is not None:
             try:

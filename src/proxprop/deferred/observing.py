@@ -44,6 +44,7 @@ class Cluster:
         parameters: all of their parameters.
         watch: watches their gradients.
         pairs: equations and their operators, as they were last made.
+        made_for: which of the parameters were trained then.
         steps: how many steps were taken.
         due: whether S is to be summed in this step. A compiled layer sees this, and no number that is new each step.
         turn: in which of the steps between two inversions the average is inverted.
@@ -57,7 +58,7 @@ class Cluster:
         self.parameters = list({p: None for system in systems for p in system.parameters})
         self.ids = {id(p) for p in self.parameters}  # tensors are slow to hash
         self.pairs: list[Pair] = []
-        self._made_for: list[bool] = []
+        self.made_for = list[bool]()
         self.settle(0)
         self.reach(0)
         self.watch = Watch(self)
@@ -79,12 +80,12 @@ class Cluster:
     def observed(self) -> bool:
         """Whether S is summed in this step: it is due, or other parameters are trained than operators were made for."""
         trained = [p.requires_grad for p in self.parameters]
-        return (self.due or trained != self._made_for) and True in trained
+        return (self.due or trained != self.made_for) and True in trained
 
     @property
     def fits(self) -> bool:
         """Whether operators were made for what is trained."""
-        return [p.requires_grad for p in self.parameters] == self._made_for
+        return [p.requires_grad for p in self.parameters] == self.made_for
 
     @property
     def resting(self) -> bool:
@@ -92,7 +93,7 @@ class Cluster:
         if self.due:
             return False
         trained = [p.requires_grad for p in self.parameters]
-        return trained == self._made_for and True in trained
+        return trained == self.made_for and True in trained
 
     @property
     def cost(self) -> float:
@@ -127,7 +128,7 @@ class Cluster:
 
     def keep(self, pairs: list[Pair]) -> None:
         """Take on operators for the parameters that are trained now."""
-        self.pairs, self._made_for = pairs, [p.requires_grad for p in self.parameters]
+        self.pairs, self.made_for = pairs, [p.requires_grad for p in self.parameters]
         self.watch.follow(self.parameters)
 
     def reach(self, steps: int) -> None:
@@ -214,15 +215,13 @@ class Watch:
             self.follow(self.parameters)
 
     def drop_given_up(self) -> None:
-        """Drop what was summed for gradients that were then set to None: this step does not use the layer.
+        """Drop what was summed if there are no gradients: this step does not use the layer, or they were set to None.
 
-        Under several ranks, None says nothing of what others have.
+        Ranks that average gradients agree on that.
         """
         for parameter in self.parameters:
             if parameter.grad is not None:
                 return
-        if self._spread or several_ranks():
-            return
         self.waiting = False
         self._arrived.clear()
         for system in self.systems:

@@ -214,7 +214,7 @@ class Reduction:
         """What ranks have summed for clusters that they share; S has no memory where another rank owns it."""
         systems = [system for cluster in clusters for system in cluster.systems]
         self._end_round()
-        self._send_now([system for system in systems if system.leaves])
+        self._send_now(_trained(systems))
         found: dict[Cluster, list[Term]] = {}
         for system in systems:
             if sums := self._totals.pop(system, None):
@@ -301,7 +301,7 @@ class Reduction:
         together = [system for system in reversed(self.systems) if system.cluster.group is group]
         for system in together:
             system.cluster.watch.note_average()
-        takes_part = [s for s in together if s.leaves and s in self._in_use and s.cluster.observed]
+        takes_part = [s for s in _trained(together) if s in self._in_use and s.cluster.observed]
         self._round = Round(group, takes_part)
 
     def _drop_zeroed(self) -> None:
@@ -323,6 +323,14 @@ class Reduction:
             for total in self._totals[system]:
                 if not total.is_meta:
                     total.masked_fill_(~flag.to(total.device), 0.0)
+
+
+def _trained(systems: Iterable[System]) -> list[System]:
+    """Those that train something now, with leaves for that; also on a rank that did not call their layers yet."""
+    found = [system for system in systems if system.trained]
+    for system in found:
+        system.make_leaves()
+    return found
 
 
 def _outermost(model: nn.Module) -> nn.Module | None:

@@ -13,6 +13,7 @@ length is shared by all outputs, the gradient is solved as a whole, by the rank 
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -360,6 +361,8 @@ def write_direction(equation: Equation, operator: Operator, whole: Whole | None 
     shapes = [g.shape if g is not None else None for g in gradients]
     # shards are systems of their own, with fewer outputs
     layout = equation.layout if shapes == equation.shapes else equation.layout_of(shapes)
+    if layout.sizes.groups < equation.layout.sizes.groups:  # of a bias alone, each output is a group
+        operator = _of_shard(operator, equation.trained[0].parameter)
     wide = torch.promote_types(like.dtype, torch.float32)
     B = layout.to_features(tuple([g.to(like.device, wide) if g is not None else None for g in gradients]))
     with no_autocast(B.device.type):
@@ -376,6 +379,15 @@ def _gradient(block: Block, whole: Whole | None) -> Tensor:
     gradient = whole[parameter] if whole is not None else parameter.grad
     gradient = local(gradient if gradient is not None else torch.zeros_like(parameter))
     return gradient if block.whole else gradient[block.start : block.stop]
+
+
+def _of_shard(operator: Operator, parameter: Any) -> Operator:
+    """The operator for the groups that this rank holds a shard of."""
+    groups, *_ = box(parameter, parameter.device_mesh.get_coordinate())
+    if isinstance(operator, Inverse):
+        return Inverse(operator.kept[groups])
+    assert isinstance(operator, Solve)
+    return replace(operator, form=operator.form._replace(M=operator.kept[groups]))
 
 
 def _rescale(table: nn.Parameter, operator: Solve, whole: Whole | None) -> None:
