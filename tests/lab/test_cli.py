@@ -106,6 +106,14 @@ def test_toml_gives_settings_and_options_win(here, capsys, blobs):
     assert "run.toml: unknown key 'epoch'; did you mean 'epochs'?" in capsys.readouterr().err
 
 
+def test_a_settings_file_is_heard_on_resume_too(here, capsys, blobs):
+    assert run("train", "--data", blobs, *SMALL, "--out", "a") == 0
+    (here / "run.toml").write_text("epochs = 9\n")
+    assert run("train", "--config", "run.toml", "--out", "a", "--resume") == 2
+    assert "epochs is 2 there but 9 here" in capsys.readouterr().err
+    assert run("train", "--config", "run.toml", "--epochs", "2", "--out", "a", "--resume") == 0
+
+
 def test_from_a_run_to_a_report(here, capsys, blobs):
     for solver in ("backprop", "cg:2"):
         assert run("train", "--data", blobs, "--solver", solver, *SMALL) == 0
