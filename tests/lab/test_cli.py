@@ -324,6 +324,28 @@ def test_doctor_tells_what_is_missing(here, capsys):
     assert "proxprop train --data cifar10 --download" in told
 
 
+@pytest.fixture
+def homeless(here, monkeypatch):
+    """A user whom the system does not know, as in a container that is given a bare number for one."""
+
+    def unknown(number):
+        raise KeyError(number)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+
+
+def test_no_home_folder_is_no_reason_to_crash(homeless, capsys):
+    assert run("doctor") == 0
+    assert "data (set PROXPROP_DATA for another)" in capsys.readouterr().out
+    assert run("train", "--data", "mnist") == 2
+    assert "mnist was not found (looked in data)" in capsys.readouterr().err
+    assert run("train", "--data", "mnist", "--download") == 2
+    told = "error: there is no home folder to keep data in; name a folder with --data-dir\n"
+    assert capsys.readouterr().err == told
+
+
 def test_doctor_fails_without_what_is_needed(monkeypatch, capsys):
     from proxprop.lab.commands import doctor
 
