@@ -1,5 +1,6 @@
 """Settings: what is accepted, what is refused and how, and that a command line says the same as a Config."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -64,6 +65,12 @@ def test_what_is_left_open_is_settled_as_documented(config, lr, hidden, batch_si
     settled = config.settled()
     assert (settled.lr, settled.hidden, settled.batch_size) == (lr, hidden, batch_size)
     assert settled.settled() == settled
+
+
+def test_a_folders_name_is_never_too_long_for_a_file_system():
+    config = Config(data=249 * "日" + ".npz", model="convnet-2pool", optimizer="adamw", solver="published:1000", lr=1.23456e-30,
+                    tau_theta=1.23456e-30, seed=2**64 - 1)  # fmt: skip
+    assert len(os.fsencode(config.slug())) <= 255
 
 
 def test_runs_share_a_name_exactly_when_they_are_the_same_run():
