@@ -210,6 +210,22 @@ def test_a_full_disk_names_the_rows_that_could_not_be_added(tmp_path):
         lines.append(path, {"epoch": 0})
 
 
+def test_two_processes_that_write_a_file_at_once_both_write_it_whole(tmp_path, monkeypatch):
+    """The other one writes between this one's opening of its temporary file and its first byte."""
+    first = sealed.created
+
+    def both(path):
+        file = first(path)
+        monkeypatch.setattr(sealed, "created", first)
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        write_bytes(tmp_path / "a", b"theirs")
+        return file
+
+    monkeypatch.setattr(sealed, "created", both)
+    write_bytes(tmp_path / "a", b"ours")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"ours"]
+
+
 def test_what_a_kill_left_half_written_is_removed(tmp_path):
     Run(tmp_path, Config(), resume=False).close()
     (tmp_path / "checkpoint-000000007.ckpt.tmp").write_bytes(b"half")
@@ -329,7 +345,7 @@ def mine(tmp_path):
     assert path.read_text() == "mine"
 
 
-@pytest.mark.parametrize("linked", ["a.json", "a.json.tmp"])
+@pytest.mark.parametrize("linked", ["a.json", f"a.json.{os.getpid()}.tmp"])
 def test_a_link_in_place_of_a_file_is_replaced(tmp_path, mine, linked):
     (tmp_path / linked).symlink_to(mine)
     sealed.write(tmp_path / "a.json", {"a": 1})

@@ -63,10 +63,12 @@ def read(path: Path, check: Callable[[dict[str, Any]], None] = lambda values: No
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file so that a crash leaves the old one or the new one: temporary, fsync, rename, fsync.
 
+    Several processes may write the same file at once: each has a temporary one of its own, and the last one wins.
+
     Raises:
         OSError: it could not be written, on a full disk for instance; nothing of it is left, and the error names it.
     """
-    temporary = path.with_name(path.name + UNFINISHED)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}{UNFINISHED}")
     try:
         with naming(path), created(temporary) as file:
             file.write(content)
