@@ -220,13 +220,22 @@ def _saved(run: Run, place: Place, trained: Trained, device: torch.device) -> No
     packed = pack(trained, device)
     tensors = packed.tensors | {"place/batch_loss": place.batch_loss, "place/order": place.order}
     plain = {name: value for name, value in vars(place).items() if name not in ("batch_loss", "order")}
-    run.checkpoint(place.total, Checkpoint(tensors, packed.values | {"place": plain}))
+    values = packed.values | {"place": plain, "run": run.config.slug()}
+    run.checkpoint(place.total, Checkpoint(tensors, values))
 
 
 def _resumed(run: Run, trained: Trained, device: torch.device) -> tuple[Place | None, list[str]]:
     found, notes = run.last_checkpoint()
     if found is None:
         return None, notes
-    unpack(found, trained, device)
-    loss, order = found.tensors["place/batch_loss"].to(device), found.tensors["place/order"]
-    return Place(**found.values["place"], batch_loss=loss, order=order), notes
+    try:
+        if (other := found.values.get("run", run.config.slug())) != run.config.slug():
+            raise ValueError(f"it is of {other}")
+        unpack(found, trained, device)
+        loss, order = found.tensors["place/batch_loss"].to(device), found.tensors["place/order"]
+        return Place(**found.values["place"], batch_loss=loss, order=order), notes
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise Refused(
+            f"the last checkpoint in {run.folder} is not one of this run and version ({str(error).splitlines()[0]}); "
+            "move it away to go on from the one before"
+        ) from error
