@@ -367,6 +367,14 @@ def test_figures_do_not_follow_links(tmp_path, mine, made):
     assert (tmp_path / "curves-sgd.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_settings_that_no_run_has_are_told_with_their_folder(finished_copy):
+    reseal(finished_copy / "config.json", lambda config: config | {"optimizer": "adma"})
+    with pytest.raises(
+        Refused, match=f"{finished_copy} holds no readable run: optimizer should be one of sgd,"
+    ):
+        records.read(finished_copy)
+
+
 def test_find_looks_below_and_says_why_not(tmp_path, finished):
     shutil.copytree(finished, tmp_path / "a" / "b" / "run")
     assert len(records.find([tmp_path])) == 1

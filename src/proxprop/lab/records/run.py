@@ -170,11 +170,11 @@ def stored_config(folder: Path) -> Config:
     """The Config a run's folder holds.
 
     Raises:
-        Refused: there is none, or it is damaged.
+        Refused: there is none, it is damaged, or no run has such settings.
     """
     try:
-        return from_mapping(sealed.read(folder / "config.json"), f"{folder / 'config.json'}")
-    except sealed.Damaged as damage:
+        return from_mapping(sealed.read(folder / "config.json"), "config.json")
+    except (sealed.Damaged, Refused) as damage:
         raise Refused(f"{folder} holds no readable run: {damage}") from damage
 
 
