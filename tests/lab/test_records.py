@@ -271,6 +271,30 @@ def test_damage_in_a_finished_record_is_told(finished_copy):
     assert "plan.json cannot be read" in text
 
 
+@pytest.mark.parametrize(
+    ("order", "epochs", "note"),
+    [
+        ([0, 2, 1, 3], [0, 1, 2, 3], None),
+        ([0, 1, 2, 2, 3, 1], [0, 1, 2, 3], None),
+        ([0, 1], [0, 1], "metrics.jsonl lacks epoch 2 and 1 more"),
+        ([0, 1, 2], [0, 1, 2], "metrics.jsonl lacks epoch 3"),
+    ],
+)
+def test_rows_are_read_by_their_epoch_wherever_they_stand(finished_copy, order, epochs, note):
+    path = finished_copy / "metrics.jsonl"
+    rows = [line for line in path.read_text().splitlines(keepends=True) if '"kind": "epoch"' in line]
+    path.write_text("".join(rows[epoch] for epoch in order))
+    record = records.read(finished_copy)
+    assert [row["epoch"] for row in record.epochs] == epochs
+    assert record.notes == ([note] if note else [])
+
+
+def test_a_row_of_the_two_billionth_epoch_is_no_reason_to_list_them_all(finished_copy):
+    reseal(finished_copy / "config.json", lambda config: config | {"epochs": 2**31 - 1})
+    reseal(finished_copy / "metrics.jsonl", lambda row: row | {"epoch": 2**31 - 1})
+    assert records.read(finished_copy).notes == [f"metrics.jsonl lacks epoch 0 and {2**31 - 2} more"]
+
+
 def reseal(path, change):
     """Write every row of a file anew, changed, under a checksum that fits."""
     path.write_text("".join(seal(change(unseal(line))) + "\n" for line in path.read_text().splitlines()))
@@ -278,6 +302,7 @@ def reseal(path, change):
 
 SENSELESS = [
     ("metrics.jsonl", {"loss": "low"}, "loss should be int or float or null but is 'low'"),
+    ("metrics.jsonl", {"loss": 10**400}, "loss should have 64 bits but has 1329"),
     ("metrics.jsonl", {"kind": "era"}, "kind should be epoch or step but is 'era'"),
     ("metrics.jsonl", {"cosine": 0.5}, "cosine should be dict but is 0.5"),
     ("metrics.jsonl", {"cosine": {"1": "x"}}, "1 should be int or float or null but is 'x'"),
