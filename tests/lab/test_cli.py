@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -315,6 +316,32 @@ def test_spectrum_measures_and_draws(here, capsys, blobs):
     told = capsys.readouterr().out
     assert "largest eigenvalue" in told
     assert (here / "s.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_spectrum_of_data_without_a_spectrum(here, capsys, scale):
+    """Nothing but zeros; and a name that matplotlib would read as a formula."""
+    np.savez("$x^$.npz", inputs=np.full((12, 3), scale), labels=np.arange(12) % 2)
+    assert run("spectrum", "--data", "$x^$.npz", "--out", "s.svg") == 0
+    assert ("none" in capsys.readouterr().out) == (scale == 0.0)
+
+
+def test_a_comparison_without_any_loss_is_drawn_without_a_warning(here, capsys):
+    np.savez("one.npz", inputs=np.ones((12, 3)), labels=np.zeros(12, dtype=int))
+    assert run("compare", "--data", "one.npz", *SMALL, "--seeds", "1", "--lrs", "0.1,1", "--jobs", "1") == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_on_a_cpu_auto_is_the_cpu(here, blobs, monkeypatch):
+    """As many runs at a time and as many threads each."""
+    asked = []
+    monkeypatch.setattr(compare, "run_and_tell", lambda *found: asked.append(found) or sys.exit(0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ((), ("--device", "cpu"), ("--device", "auto")):
+        assert run("compare", "--data", blobs, *SMALL, *device) == 0
+    (configs, folder, workers, _), *others = asked
+    assert [(found[1], found[2]) for found in others] == 2 * [(folder, workers)]
+    assert [[config.threads for config in found[0]] for found in others] == 2 * [[c.threads for c in configs]]
 
 
 def test_doctor_tells_what_is_missing(here, capsys):
