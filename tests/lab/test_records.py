@@ -204,6 +204,13 @@ def test_a_full_disk_leaves_the_old_file_and_no_other_and_names_the_new_one(tmp_
     assert [left.read_text() for left in tmp_path.iterdir()] == ["old"]
 
 
+def test_a_place_that_cannot_be_written_is_named_and_not_its_temporary_file(tmp_path):
+    (tmp_path / "a.json").mkdir()
+    for place in (tmp_path / "none" / "a.json", tmp_path / "a.json"):
+        with pytest.raises(OSError, match=f"'{place}'$"):
+            write_bytes(place, b"new")
+
+
 def test_a_full_disk_names_the_rows_that_could_not_be_added(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with pytest.raises(OSError, match=rf"File too large: '{path}'"), full_disk():

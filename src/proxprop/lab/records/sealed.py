@@ -70,11 +70,12 @@ def write_bytes(path: Path, content: bytes) -> None:
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}{UNFINISHED}")
     try:
-        with naming(path), created(temporary) as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with naming(path):
+            with created(temporary) as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -87,12 +88,10 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Within, an error names the file: one of opening does so by itself, one of writing does not."""
+    """Within, an error names this file: one of writing names none, one of opening perhaps a temporary one."""
     try:
         yield
     except OSError as error:
-        if error.filename is not None or error.errno is None:
-            raise
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
