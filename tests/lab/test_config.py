@@ -93,6 +93,11 @@ def test_what_is_no_toml_is_named(tmp_path, content):
         from_toml(path)
 
 
+def test_a_mark_and_line_ends_of_windows_are_read_too(tmp_path):
+    (tmp_path / "run.toml").write_bytes(b'\xef\xbb\xbfsolver = "cg:2"\r\nepochs = 1\r\n')
+    assert from_toml(tmp_path / "run.toml") == {"solver": "cg:2", "epochs": 1}
+
+
 def test_toml_is_read(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('solver = "cg:5"\nhidden = [4, 3]\nbatch-size = 9\n')

@@ -175,8 +175,7 @@ def from_mapping(values: Mapping[str, Any], source: str = "settings") -> Config:
 def from_toml(path: Path) -> dict[str, Any]:
     """The keys and values of a TOML file, for `from_mapping`."""
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))  # some editors begin UTF-8 with a mark
     except OSError as error:
         raise Refused(f"cannot read the settings file {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number too long or brackets too deep
