@@ -427,6 +427,15 @@ def test_help_and_doctor_import_little_and_need_no_greek_letters(here):
     assert not imported("doctor", **ASCII) & {"matplotlib", "sklearn", "tensorboard"}
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has a device that is always full")
+@pytest.mark.parametrize("arguments", [("--help",), ("doctor",)])
+def test_a_full_disk_behind_the_output_is_told_in_a_line(arguments):
+    with open("/dev/full", "w") as full:
+        code = [sys.executable, "-c", "from proxprop_cli import main; main()", *arguments]
+        done = subprocess.run(code, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: [Errno 28] No space left on device\n")
+
+
 def test_the_quick_help_is_the_whole_help(monkeypatch, capsys):
     run("--help")
     whole = capsys.readouterr().out
