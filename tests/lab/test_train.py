@@ -188,6 +188,21 @@ def test_ctrl_c_stops_after_the_step_and_resumes(tmp_path, small, steps, solver)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_after_the_last_step_is_heard_too(tmp_path, small, number):
+    """Else the next run of a list would begin."""
+
+    class Late(watching.Quiet):
+        def epoch(self, row):
+            if row["epoch"] == small.epochs:
+                os.kill(os.getpid(), number)
+
+    with pytest.raises(Interrupted, match="stopped after step 15 in"):
+        train(small, tmp_path / "run", watch=Late())
+    assert train(small, tmp_path / "run", resume=True).status == "finished"
+    assert outcome(tmp_path / "run") == outcome(train(small, tmp_path / "whole").folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_one_signal_ends_a_step_that_does_not_end_by_itself(tmp_path, small, monkeypatch, number):
     class Endless(watching.Quiet):
         def step(self, done, loss):

@@ -44,7 +44,7 @@ def train(
 
     Raises:
         Refused: the settings, the data or the folder do not allow it.
-        Interrupted: Ctrl-C; a checkpoint was written after the current step.
+        Interrupted: Ctrl-C; a checkpoint was written after the current step, or the run came to its end.
         KeyboardInterrupt: Ctrl-C, twice or in a step that takes long; the last checkpoint is the one before.
     """
     chosen, device, folder = method(config), devices.device(config.device), Path(out)
@@ -67,6 +67,8 @@ def train(
             ):
                 run.start(device, at_once, data)
                 _train(run, chosen, dataset.to(device), device, watch or default(), flag)
+            if flag.raised:  # too late for this run, but the next one of a list should not begin
+                raise Interrupted(folder, read(folder).last["step"])
     return read(folder)
 
 
