@@ -44,7 +44,6 @@ SETTINGS: Any = {
     "ytick.color": INK,
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
-    "svg.hashsalt": "proxprop",  # The same figure is the same file.
     "svg.fonttype": "none",
 }
 
