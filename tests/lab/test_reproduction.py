@@ -19,7 +19,7 @@ from proxprop.lab.reproduction.document import document
 from proxprop.lab.reproduction.files import read_csv, write_csv
 from proxprop.lab.reproduction.measured import LOSS, Seeds, arm, at, band, final, within
 from proxprop.lab.reproduction.results import Results
-from proxprop.lab.reproduction.write import write_document, write_tables
+from proxprop.lab.reproduction.write import staged, write_document, write_tables
 
 BASE = Config(data="cifar10", device="cuda", epochs=50)
 COMMITTED = Path(__file__).parents[2] / "results" / "paper"
@@ -283,3 +283,27 @@ class TestCommitted:
         for name in (*experiments.PAPER, "beyond"):
             assert {row["run"] for row in getattr(results, name)} <= set(runs), name
         assert all(row["command"].startswith("proxprop train --") for row in runs.values())
+
+
+def test_two_processes_do_not_write_a_reproduction_at_once(tmp_path):
+    (tmp_path / "fig1.csv").write_text("old")
+    with staged(tmp_path) as fresh:
+        (fresh / "fig1.csv").write_text("new")
+        with pytest.raises(Refused, match="is being written by another process"), staged(tmp_path):
+            pass
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("fig1.csv", "new")]
+
+
+def test_what_a_kill_left_of_a_reproduction_is_removed_and_a_link_not_followed(tmp_path):
+    out, mine = tmp_path / "out", tmp_path / "mine"
+    (out / ".new").mkdir(parents=True)
+    (out / ".new" / "fig1.svg").write_text("half")
+    with staged(out):
+        pass
+    assert list(out.iterdir()) == []
+    mine.mkdir()
+    (mine / "file").write_text("mine")
+    (out / ".new").symlink_to(mine)
+    with staged(out):
+        pass
+    assert (list(out.iterdir()), [path.name for path in mine.iterdir()]) == ([], ["file"])
