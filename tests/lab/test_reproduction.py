@@ -123,13 +123,24 @@ def test_tables_are_the_same_after_reading(own, tmp_path):
     ("content", "message"),
     [
         ("reading,orders\ngr\xe4y,7\n".encode("latin-1"), "spectrum.csv is not a readable .csv in UTF-8"),
-        (b"reading,orders\ngrey,7,8\n", "spectrum.csv has a row with more cells than its header"),
+        (b"reading,orders\ngrey,7,8\n", "spectrum.csv has a row with more or fewer cells than its header"),
+        (b"reading,orders\ngrey\n", "spectrum.csv has a row with more or fewer cells than its header"),
+        (
+            b"reading;orders\ngrey;7\n",
+            "spectrum.csv should have the columns reading, .* but lacks reading, images",
+        ),
+        (b"", "spectrum.csv should have the columns reading, .* but lacks reading, images"),
     ],
 )
 def test_a_table_that_cannot_be_read_is_named(tmp_path, content, message):
     (tmp_path / "spectrum.csv").write_bytes(content)
     with pytest.raises(Refused, match=message):
         Results.read(tmp_path)
+
+
+def test_a_mark_before_a_table_is_no_part_of_its_first_column(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbfreading,orders\r\ngrey,7\r\n")
+    assert read_csv(tmp_path / "a.csv", ("reading",)) == [{"reading": "grey", "orders": 7}]
 
 
 def test_numbers_of_an_arm():

@@ -39,9 +39,9 @@ def refuse_fewer(
     """
     lying = Counter(
         name
-        for row in read_csv(out / "runs.csv")
+        for row in read_csv(out / "runs.csv", tables.RUNS)
         if row["status"] in DONE
-        for name in row["experiments"].split()
+        for name in str(row["experiments"]).split()
     )
     coming = {name: len(runs[name]) if name in planned else _done(runs[name], records) for name in runs}
     fewer = [
