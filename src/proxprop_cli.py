@@ -82,7 +82,11 @@ def _show_help() -> None:
         app = application(dict.fromkeys(COMMANDS, _shown_only))
     except ImportError:
         return
-    app()
+    try:
+        app()
+    except OSError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(MISTAKE)
 
 
 def _shown_only() -> None:

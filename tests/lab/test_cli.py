@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -77,6 +78,12 @@ MISTAKES = [
     (("report", "nowhere"), "there is no folder nowhere"),
     (("report", ".", "--formats", "pnj"), "did you mean 'png'"),
     (("spectrum", "--data", "mnist"), "mnist was not found"),
+    (("train", "--epohs", "3"), "--epochs"),
+    (("train", "--epochs", "many"), "'--epochs'"),
+    (("compare", "--seeds", "0"), "'--seeds'"),
+    (("reproduce", "fig3"), "fig1"),
+    (("reproduce",), "fig1"),
+    (("repot", "runs"), "repot"),
 ]
 
 
@@ -89,11 +96,6 @@ def test_a_mistake_is_told_in_a_line(here, capsys, arguments, message):
     assert told.count("\n") == 1
 
 
-def test_an_unknown_option_suggests_the_nearest(capsys):
-    assert run("train", "--epohs", "3") == 2
-    assert "--epochs" in capsys.readouterr().err
-
-
 def test_toml_gives_settings_and_options_win(here, capsys, blobs):
     (here / "run.toml").write_text(
         f'data = "{blobs}"\nhidden = [8, 5]\nbatch-size = 10\nepochs = 9\nsolver = "exact"\n'
@@ -104,6 +106,14 @@ def test_toml_gives_settings_and_options_win(here, capsys, blobs):
     (here / "run.toml").write_text("epoch = 3\n")
     assert run("train", "--config", "run.toml") == 2
     assert "run.toml: unknown key 'epoch'; did you mean 'epochs'?" in capsys.readouterr().err
+
+
+def test_a_settings_file_is_heard_on_resume_too(here, capsys, blobs):
+    assert run("train", "--data", blobs, *SMALL, "--out", "a") == 0
+    (here / "run.toml").write_text("epochs = 9\n")
+    assert run("train", "--config", "run.toml", "--out", "a", "--resume") == 2
+    assert "epochs is 2 there but 9 here" in capsys.readouterr().err
+    assert run("train", "--config", "run.toml", "--epochs", "2", "--out", "a", "--resume") == 0
 
 
 def test_from_a_run_to_a_report(here, capsys, blobs):
@@ -297,11 +307,6 @@ def test_nothing_is_written_from_nothing(here, capsys):
     assert not (here / "results").exists()
 
 
-def test_reproduce_needs_a_known_name(capsys):
-    assert run("reproduce", "fig3") == 2
-    assert "fig1" in capsys.readouterr().err
-
-
 def test_spectrum_measures_and_draws(here, capsys, blobs):
     assert run("spectrum", "--data", blobs, "--out", "s.png") == 0
     told = capsys.readouterr().out
@@ -309,11 +314,59 @@ def test_spectrum_measures_and_draws(here, capsys, blobs):
     assert (here / "s.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_spectrum_of_data_without_a_spectrum(here, capsys, scale):
+    """Nothing but zeros; and a name that matplotlib would read as a formula."""
+    np.savez("$x^$.npz", inputs=np.full((12, 3), scale), labels=np.arange(12) % 2)
+    assert run("spectrum", "--data", "$x^$.npz", "--out", "s.svg") == 0
+    assert ("none" in capsys.readouterr().out) == (scale == 0.0)
+
+
+def test_a_comparison_without_any_loss_is_drawn_without_a_warning(here, capsys):
+    np.savez("one.npz", inputs=np.ones((12, 3)), labels=np.zeros(12, dtype=int))
+    assert run("compare", "--data", "one.npz", *SMALL, "--seeds", "1", "--lrs", "0.1,1", "--jobs", "1") == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_on_a_cpu_auto_is_the_cpu(here, blobs, monkeypatch):
+    """As many runs at a time and as many threads each."""
+    asked = []
+    monkeypatch.setattr(compare, "run_and_tell", lambda *found: asked.append(found) or sys.exit(0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ((), ("--device", "cpu"), ("--device", "auto")):
+        assert run("compare", "--data", blobs, *SMALL, *device) == 0
+    (configs, folder, workers, _), *others = asked
+    assert [(found[1], found[2]) for found in others] == 2 * [(folder, workers)]
+    assert [[config.threads for config in found[0]] for found in others] == 2 * [[c.threads for c in configs]]
+
+
 def test_doctor_tells_what_is_missing(here, capsys):
     assert run("doctor") == 0
     told = capsys.readouterr().out
     assert "cifar10" in told
     assert "proxprop train --data cifar10 --download" in told
+
+
+@pytest.fixture
+def homeless(here, monkeypatch):
+    """A user whom the system does not know, as in a container that is given a bare number for one."""
+
+    def unknown(number):
+        raise KeyError(number)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+
+
+def test_no_home_folder_is_no_reason_to_crash(homeless, capsys):
+    assert run("doctor") == 0
+    assert "data (set PROXPROP_DATA for another)" in capsys.readouterr().out
+    assert run("train", "--data", "mnist") == 2
+    assert "mnist was not found (looked in data)" in capsys.readouterr().err
+    assert run("train", "--data", "mnist", "--download") == 2
+    told = "error: there is no home folder to keep data in; name a folder with --data-dir\n"
+    assert capsys.readouterr().err == told
 
 
 def test_doctor_fails_without_what_is_needed(monkeypatch, capsys):
@@ -368,6 +421,15 @@ ASCII = {"PYTHONIOENCODING": "ascii", "LANG": "C"}
 def test_help_and_doctor_import_little_and_need_no_greek_letters(here):
     assert not imported("--help", **ASCII) & {"proxprop", "torch", "numpy", "matplotlib", "sklearn"}
     assert not imported("doctor", **ASCII) & {"matplotlib", "sklearn", "tensorboard"}
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has a device that is always full")
+@pytest.mark.parametrize("arguments", [("--help",), ("doctor",)])
+def test_a_full_disk_behind_the_output_is_told_in_a_line(arguments):
+    with open("/dev/full", "w") as full:
+        code = [sys.executable, "-c", "from proxprop_cli import main; main()", *arguments]
+        done = subprocess.run(code, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: [Errno 28] No space left on device\n")
 
 
 def test_the_quick_help_is_the_whole_help(monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """Settings: what is accepted, what is refused and how, and that a command line says the same as a Config."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -66,6 +67,12 @@ def test_what_is_left_open_is_settled_as_documented(config, lr, hidden, batch_si
     assert settled.settled() == settled
 
 
+def test_a_folders_name_is_never_too_long_for_a_file_system():
+    config = Config(data=249 * "日" + ".npz", model="convnet-2pool", optimizer="adamw", solver="published:1000", lr=1.23456e-30,
+                    tau_theta=1.23456e-30, seed=2**64 - 1)  # fmt: skip
+    assert len(os.fsencode(config.slug())) <= 255
+
+
 def test_runs_share_a_name_exactly_when_they_are_the_same_run():
     base = Config(solver="cg:3")
     assert base.slug() == replace(base, lr=0.4, checkpoint_seconds=0.0, data_dir="elsewhere").slug()
@@ -84,6 +91,11 @@ def test_what_is_no_toml_is_named(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(Refused, match=r"run\.toml is not valid TOML: "):
         from_toml(path)
+
+
+def test_a_mark_and_line_ends_of_windows_are_read_too(tmp_path):
+    (tmp_path / "run.toml").write_bytes(b'\xef\xbb\xbfsolver = "cg:2"\r\nepochs = 1\r\n')
+    assert from_toml(tmp_path / "run.toml") == {"solver": "cg:2", "epochs": 1}
 
 
 def test_toml_is_read(tmp_path):

@@ -1,6 +1,7 @@
 """Downloads: checked before they are kept, unpacked with care, explained when they fail."""
 
 import hashlib
+import http.client
 import io
 import random
 import tarfile
@@ -74,9 +75,12 @@ def test_a_wrong_checksum_keeps_nothing(tmp_path, monkeypatch, content):
     assert list((tmp_path / "root" / "mnist").iterdir()) == []
 
 
-def test_without_internet_it_says_what_to_do(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "error", [urllib.error.URLError("Name or service not known"), http.client.BadStatusLine("<html>")]
+)
+def test_without_internet_it_says_what_to_do(tmp_path, monkeypatch, error):
     def unreachable(url, timeout):
-        raise urllib.error.URLError("Name or service not known")
+        raise error
 
     monkeypatch.setattr(download.urllib.request, "urlopen", unreachable)
     with pytest.raises(
@@ -85,6 +89,21 @@ def test_without_internet_it_says_what_to_do(tmp_path, monkeypatch):
         download.download("cifar10", tmp_path)
     assert "\n" not in str(caught.value)
     assert "cifar-10-binary.tar.gz" in str(caught.value)
+
+
+def test_a_place_that_cannot_be_written_is_no_matter_of_the_internet(tmp_path, monkeypatch):
+    file = tmp_path / "images.gz"
+    file.write_bytes(b"images")
+    monkeypatch.setitem(download.SOURCES, "mnist", [source(file)])
+    with pytest.raises(OSError, match=f"Not a directory: '{file / 'mnist'}'$"):
+        download.download("mnist", file)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match=r"No space left on device: '.*/root/mnist/images.gz'$"):
+        download.download("mnist", tmp_path / "root", progress=full)
+    assert list((tmp_path / "root" / "mnist").iterdir()) == []
 
 
 def test_an_unknown_name():

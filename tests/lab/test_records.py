@@ -204,10 +204,33 @@ def test_a_full_disk_leaves_the_old_file_and_no_other_and_names_the_new_one(tmp_
     assert [left.read_text() for left in tmp_path.iterdir()] == ["old"]
 
 
+def test_a_place_that_cannot_be_written_is_named_and_not_its_temporary_file(tmp_path):
+    (tmp_path / "a.json").mkdir()
+    for place in (tmp_path / "none" / "a.json", tmp_path / "a.json"):
+        with pytest.raises(OSError, match=f"'{place}'$"):
+            write_bytes(place, b"new")
+
+
 def test_a_full_disk_names_the_rows_that_could_not_be_added(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with pytest.raises(OSError, match=rf"File too large: '{path}'"), full_disk():
         lines.append(path, {"epoch": 0})
+
+
+def test_two_processes_that_write_a_file_at_once_both_write_it_whole(tmp_path, monkeypatch):
+    """The other one writes between this one's opening of its temporary file and its first byte."""
+    first = sealed.created
+
+    def both(path):
+        file = first(path)
+        monkeypatch.setattr(sealed, "created", first)
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        write_bytes(tmp_path / "a", b"theirs")
+        return file
+
+    monkeypatch.setattr(sealed, "created", both)
+    write_bytes(tmp_path / "a", b"ours")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"ours"]
 
 
 def test_what_a_kill_left_half_written_is_removed(tmp_path):
@@ -255,6 +278,30 @@ def test_damage_in_a_finished_record_is_told(finished_copy):
     assert "plan.json cannot be read" in text
 
 
+@pytest.mark.parametrize(
+    ("order", "epochs", "note"),
+    [
+        ([0, 2, 1, 3], [0, 1, 2, 3], None),
+        ([0, 1, 2, 2, 3, 1], [0, 1, 2, 3], None),
+        ([0, 1], [0, 1], "metrics.jsonl lacks epoch 2 and 1 more"),
+        ([0, 1, 2], [0, 1, 2], "metrics.jsonl lacks epoch 3"),
+    ],
+)
+def test_rows_are_read_by_their_epoch_wherever_they_stand(finished_copy, order, epochs, note):
+    path = finished_copy / "metrics.jsonl"
+    rows = [line for line in path.read_text().splitlines(keepends=True) if '"kind": "epoch"' in line]
+    path.write_text("".join(rows[epoch] for epoch in order))
+    record = records.read(finished_copy)
+    assert [row["epoch"] for row in record.epochs] == epochs
+    assert record.notes == ([note] if note else [])
+
+
+def test_a_row_of_the_two_billionth_epoch_is_no_reason_to_list_them_all(finished_copy):
+    reseal(finished_copy / "config.json", lambda config: config | {"epochs": 2**31 - 1})
+    reseal(finished_copy / "metrics.jsonl", lambda row: row | {"epoch": 2**31 - 1})
+    assert records.read(finished_copy).notes == [f"metrics.jsonl lacks epoch 0 and {2**31 - 2} more"]
+
+
 def reseal(path, change):
     """Write every row of a file anew, changed, under a checksum that fits."""
     path.write_text("".join(seal(change(unseal(line))) + "\n" for line in path.read_text().splitlines()))
@@ -262,6 +309,7 @@ def reseal(path, change):
 
 SENSELESS = [
     ("metrics.jsonl", {"loss": "low"}, "loss should be int or float or null but is 'low'"),
+    ("metrics.jsonl", {"loss": 10**400}, "loss should have 64 bits but has 1329"),
     ("metrics.jsonl", {"kind": "era"}, "kind should be epoch or step but is 'era'"),
     ("metrics.jsonl", {"cosine": 0.5}, "cosine should be dict but is 0.5"),
     ("metrics.jsonl", {"cosine": {"1": "x"}}, "1 should be int or float or null but is 'x'"),
@@ -329,7 +377,7 @@ def mine(tmp_path):
     assert path.read_text() == "mine"
 
 
-@pytest.mark.parametrize("linked", ["a.json", "a.json.tmp"])
+@pytest.mark.parametrize("linked", ["a.json", f"a.json.{os.getpid()}.tmp"])
 def test_a_link_in_place_of_a_file_is_replaced(tmp_path, mine, linked):
     (tmp_path / linked).symlink_to(mine)
     sealed.write(tmp_path / "a.json", {"a": 1})
@@ -349,6 +397,14 @@ def test_figures_do_not_follow_links(tmp_path, mine, made):
     (tmp_path / "curves-sgd.png").symlink_to(mine)
     write_report([made()], tmp_path, "Runs", formats=["png"])
     assert (tmp_path / "curves-sgd.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_settings_that_no_run_has_are_told_with_their_folder(finished_copy):
+    reseal(finished_copy / "config.json", lambda config: config | {"optimizer": "adma"})
+    with pytest.raises(
+        Refused, match=f"{finished_copy} holds no readable run: optimizer should be one of sgd,"
+    ):
+        records.read(finished_copy)
 
 
 def test_find_looks_below_and_says_why_not(tmp_path, finished):

@@ -97,6 +97,14 @@ def test_one_is_not_said_in_the_plural(tmp_path, made):
     assert "1 note from the runs" in text
 
 
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_the_same_figure_is_the_same_file(made, tmp_path, suffix):
+    (task,) = tasks([made("cg:3")])
+    for name in ("a", "b"):
+        figures.save(figures.curves(task, "sgd"), tmp_path / f"{name}.{suffix}")
+    assert (tmp_path / f"a.{suffix}").read_bytes() == (tmp_path / f"b.{suffix}").read_bytes()
+
+
 def test_the_headline_when_backprop_ends_where_it_began(made):
     worse = made("backprop", loss=2.0)
     text = headline(tasks([worse, made("cg:3", loss=1.0)])[0])

@@ -19,7 +19,7 @@ from proxprop.lab.reproduction.document import document
 from proxprop.lab.reproduction.files import read_csv, write_csv
 from proxprop.lab.reproduction.measured import LOSS, Seeds, arm, at, band, final, within
 from proxprop.lab.reproduction.results import Results
-from proxprop.lab.reproduction.write import write_document, write_tables
+from proxprop.lab.reproduction.write import staged, write_document, write_tables
 
 BASE = Config(data="cifar10", device="cuda", epochs=50)
 COMMITTED = Path(__file__).parents[2] / "results" / "paper"
@@ -123,13 +123,24 @@ def test_tables_are_the_same_after_reading(own, tmp_path):
     ("content", "message"),
     [
         ("reading,orders\ngr\xe4y,7\n".encode("latin-1"), "spectrum.csv is not a readable .csv in UTF-8"),
-        (b"reading,orders\ngrey,7,8\n", "spectrum.csv has a row with more cells than its header"),
+        (b"reading,orders\ngrey,7,8\n", "spectrum.csv has a row with more or fewer cells than its header"),
+        (b"reading,orders\ngrey\n", "spectrum.csv has a row with more or fewer cells than its header"),
+        (
+            b"reading;orders\ngrey;7\n",
+            "spectrum.csv should have the columns reading, .* but lacks reading, images",
+        ),
+        (b"", "spectrum.csv should have the columns reading, .* but lacks reading, images"),
     ],
 )
 def test_a_table_that_cannot_be_read_is_named(tmp_path, content, message):
     (tmp_path / "spectrum.csv").write_bytes(content)
     with pytest.raises(Refused, match=message):
         Results.read(tmp_path)
+
+
+def test_a_mark_before_a_table_is_no_part_of_its_first_column(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbfreading,orders\r\ngrey,7\r\n")
+    assert read_csv(tmp_path / "a.csv", ("reading",)) == [{"reading": "grey", "orders": 7}]
 
 
 def test_numbers_of_an_arm():
@@ -283,3 +294,27 @@ class TestCommitted:
         for name in (*experiments.PAPER, "beyond"):
             assert {row["run"] for row in getattr(results, name)} <= set(runs), name
         assert all(row["command"].startswith("proxprop train --") for row in runs.values())
+
+
+def test_two_processes_do_not_write_a_reproduction_at_once(tmp_path):
+    (tmp_path / "fig1.csv").write_text("old")
+    with staged(tmp_path) as fresh:
+        (fresh / "fig1.csv").write_text("new")
+        with pytest.raises(Refused, match="is being written by another process"), staged(tmp_path):
+            pass
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("fig1.csv", "new")]
+
+
+def test_what_a_kill_left_of_a_reproduction_is_removed_and_a_link_not_followed(tmp_path):
+    out, mine = tmp_path / "out", tmp_path / "mine"
+    (out / ".new").mkdir(parents=True)
+    (out / ".new" / "fig1.svg").write_text("half")
+    with staged(out):
+        pass
+    assert list(out.iterdir()) == []
+    mine.mkdir()
+    (mine / "file").write_text("mine")
+    (out / ".new").symlink_to(mine)
+    with staged(out):
+        pass
+    assert (list(out.iterdir()), [path.name for path in mine.iterdir()]) == ([], ["file"])

@@ -188,6 +188,21 @@ def test_ctrl_c_stops_after_the_step_and_resumes(tmp_path, small, steps, solver)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_after_the_last_step_is_heard_too(tmp_path, small, number):
+    """Else the next run of a list would begin."""
+
+    class Late(watching.Quiet):
+        def epoch(self, row):
+            if row["epoch"] == small.epochs:
+                os.kill(os.getpid(), number)
+
+    with pytest.raises(Interrupted, match="stopped after step 15 in"):
+        train(small, tmp_path / "run", watch=Late())
+    assert train(small, tmp_path / "run", resume=True).status == "finished"
+    assert outcome(tmp_path / "run") == outcome(train(small, tmp_path / "whole").folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_one_signal_ends_a_step_that_does_not_end_by_itself(tmp_path, small, monkeypatch, number):
     class Endless(watching.Quiet):
         def step(self, done, loss):
@@ -231,6 +246,36 @@ def test_damaged_checkpoints_are_passed_over_and_said(tmp_path, small, damaged):
     assert any("starting from the beginning" in text for text in notes.texts) == (damaged == 2)
     assert set(notes.texts) <= set(record.notes)
     assert outcome(tmp_path / "run") == outcome(train(small, tmp_path / "whole").folder)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [({"seed": 1}, "it is of blobs-mlp-sgd-backprop-lr0.05-seed1-"), ({"hidden": (4,)}, "it is of ")],
+)
+def test_a_checkpoint_of_another_run_is_refused_and_kept(tmp_path, small, other, why):
+    interrupted(small, tmp_path / "run")
+    interrupted(replace(small, **other), tmp_path / "other")
+    (own, stray), foreign = checkpoint.paths(tmp_path / "run"), checkpoint.paths(tmp_path / "other")[-1]
+    whole = stray.read_bytes()
+    stray.write_bytes(foreign.read_bytes())
+    with pytest.raises(Refused, match=f"is not one of this run and version .{why}"):
+        train(small, tmp_path / "run", resume=True)
+    assert own.exists()
+    assert stray.read_bytes() == foreign.read_bytes() != whole
+    stray.unlink()
+    train(small, tmp_path / "run", resume=True)
+    assert outcome(tmp_path / "run") == outcome(train(small, tmp_path / "whole").folder)
+
+
+def test_a_checkpoint_that_lacks_something_is_refused(tmp_path, small):
+    interrupted(small, tmp_path / "run")
+    found = checkpoint.read(checkpoint.paths(tmp_path / "run")[-1])
+    del found.tensors["model/1.weight"]
+    checkpoint.write(tmp_path / "run", 99, found)
+    with pytest.raises(
+        Refused, match=r"is not one of this run and version \(Error\(s\) in loading state_dict"
+    ):
+        train(small, tmp_path / "run", resume=True)
 
 
 def test_damaged_metrics_are_restored_and_said(tmp_path, small):

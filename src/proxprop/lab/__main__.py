@@ -1,6 +1,6 @@
 """`python -m proxprop.lab` is the command `proxprop`."""
 
-from proxprop.lab.cli import main
+from proxprop_cli import main
 
 if __name__ == "__main__":
     main()

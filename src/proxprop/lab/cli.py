@@ -17,8 +17,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _forgive_ascii()
     try:
         app = build()
-        app(args=list(arguments) if arguments is not None else None)
-    except (Refused, OSError, MemoryError, RuntimeError) as error:
+        given = list(arguments) if arguments is not None else None
+        sys.exit(app(args=given, standalone_mode=False) or 0)
+    except Exception as error:
         if os.environ.get("PROXPROP_TRACEBACK") or not (message := _message(error)):
             raise
         print(f"error: {message}", file=sys.stderr)
@@ -62,11 +63,14 @@ def _stopped() -> NoReturn:
 def _message(error: Exception) -> str | None:
     """What to tell about an error; None for one that is our own mistake and should leave a traceback.
 
-    torch has no exception of its own for a failed allocation on the CPU.
+    torch has no exception of its own for a failed allocation on the CPU. What typer raises for an option it does not
+    take is known by its method alone: the class is typer's own in some versions, click's in others.
     """
     if isinstance(error, (Refused, OSError)):
         return str(error)
-    if isinstance(error, MemoryError) or "allocate" in str(error):
+    if (told := getattr(error, "format_message", None)) is not None:
+        return " ".join(told().split())
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate" in str(error)):
         return f"there is not enough memory for this: {str(error).partition(chr(10))[0]}"
     return None
 

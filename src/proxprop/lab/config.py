@@ -117,12 +117,15 @@ class Config:
         return {key: value for key, value in asdict(self.settled()).items() if key not in INCIDENTAL}
 
     def slug(self) -> str:
-        """A folder name: the settings one looks for, and a digest of all of them."""
+        """A folder name: the settings one looks for, and a digest of all of them.
+
+        No folder's name may be longer than 255 bytes, so only the start of a long file's name is taken.
+        """
         full = self.settled()
         text = json.dumps(full.identity(), sort_keys=True, default=list)
         tau = "" if full.solver == "backprop" else f"-tau{full.tau_theta:g}"
         solver = full.solver.replace(":", "")
-        name = f"{Path(full.data).stem}-{full.model}-{full.optimizer}-{solver}{tau}-lr{full.lr:g}"
+        name = f"{Path(full.data).stem[:40]}-{full.model}-{full.optimizer}-{solver}{tau}-lr{full.lr:g}"
         return f"{name}-seed{full.seed}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -172,8 +175,7 @@ def from_mapping(values: Mapping[str, Any], source: str = "settings") -> Config:
 def from_toml(path: Path) -> dict[str, Any]:
     """The keys and values of a TOML file, for `from_mapping`."""
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))  # some editors begin UTF-8 with a mark
     except OSError as error:
         raise Refused(f"cannot read the settings file {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number too long or brackets too deep

@@ -10,7 +10,7 @@ class Refused(ValueError):
 
 
 class Interrupted(Exception):
-    """A run was asked to stop and did so after the current step, leaving a checkpoint in `folder`."""
+    """A run was asked to stop and did so after the current step, leaving a checkpoint or its end in `folder`."""
 
     def __init__(self, folder: Path, step: int) -> None:
         super().__init__(folder, step)

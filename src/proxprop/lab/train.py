@@ -44,7 +44,7 @@ def train(
 
     Raises:
         Refused: the settings, the data or the folder do not allow it.
-        Interrupted: Ctrl-C; a checkpoint was written after the current step.
+        Interrupted: Ctrl-C; a checkpoint was written after the current step, or the run came to its end.
         KeyboardInterrupt: Ctrl-C, twice or in a step that takes long; the last checkpoint is the one before.
     """
     chosen, device, folder = method(config), devices.device(config.device), Path(out)
@@ -67,6 +67,8 @@ def train(
             ):
                 run.start(device, at_once, data)
                 _train(run, chosen, dataset.to(device), device, watch or default(), flag)
+            if flag.raised:  # too late for this run, but the next one of a list should not begin
+                raise Interrupted(folder, read(folder).last["step"])
     return read(folder)
 
 
@@ -220,13 +222,22 @@ def _saved(run: Run, place: Place, trained: Trained, device: torch.device) -> No
     packed = pack(trained, device)
     tensors = packed.tensors | {"place/batch_loss": place.batch_loss, "place/order": place.order}
     plain = {name: value for name, value in vars(place).items() if name not in ("batch_loss", "order")}
-    run.checkpoint(place.total, Checkpoint(tensors, packed.values | {"place": plain}))
+    values = packed.values | {"place": plain, "run": run.config.slug()}
+    run.checkpoint(place.total, Checkpoint(tensors, values))
 
 
 def _resumed(run: Run, trained: Trained, device: torch.device) -> tuple[Place | None, list[str]]:
     found, notes = run.last_checkpoint()
     if found is None:
         return None, notes
-    unpack(found, trained, device)
-    loss, order = found.tensors["place/batch_loss"].to(device), found.tensors["place/order"]
-    return Place(**found.values["place"], batch_loss=loss, order=order), notes
+    try:
+        if (other := found.values.get("run", run.config.slug())) != run.config.slug():
+            raise ValueError(f"it is of {other}")
+        unpack(found, trained, device)
+        loss, order = found.tensors["place/batch_loss"].to(device), found.tensors["place/order"]
+        return Place(**found.values["place"], batch_loss=loss, order=order), notes
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise Refused(
+            f"the last checkpoint in {run.folder} is not one of this run and version ({str(error).splitlines()[0]}); "
+            "move it away to go on from the one before"
+        ) from error

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from proxprop.lab import experiments
+from proxprop.lab import devices, experiments
 from proxprop.lab.analysis import counted, tasks
 from proxprop.lab.commands import options
 from proxprop.lab.commands.console import say, show
@@ -55,8 +55,9 @@ def compare(
         proxprop compare --solvers backprop,cg:1,cg:3,cg:10 --optimizers sgd,adamw,muon --seeds 5
         proxprop compare --data cifar10 --download --model convnet --device cuda --epochs 20 --out out/cifar
     """
-    workers = jobs if jobs is not None else (min(2, os.cpu_count() or 1) if device in (None, "cpu") else 1)
-    threads = max(1, (os.cpu_count() or 1) // workers) if device in (None, "cpu") else None
+    on_cpu, cores = devices.device(device or "cpu").type == "cpu", os.cpu_count() or 1
+    workers = jobs if jobs is not None else (min(2, cores) if on_cpu else 1)
+    threads = max(1, cores // workers) if on_cpu else None
     settings = {
         "data": data, "data_dir": data_dir, "model": model, "hidden": options.widths(hidden), "tau_theta": tau_theta,
         "batch_size": batch_size, "epochs": epochs, "device": device, "threads": threads,

@@ -1,5 +1,6 @@
 """Options that several commands share, and how they become a Config: defaults, then a TOML file, then the options."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,10 +31,12 @@ Seeds = Annotated[int, typer.Option(min=1, max=MOST, help="Seeds per run; the ta
 Out = Annotated[Path, typer.Option(help="Folder for runs and report.")]
 
 
-def config_from(file: Path | None, given: dict[str, Any]) -> Config:
-    """A Config from a TOML file and from the options that were given; an option wins."""
+def config_from(
+    file: Path | None, given: Mapping[str, Any], stored: Mapping[str, Any] | None = None
+) -> Config:
+    """A Config from a stored one, a TOML file and the options that were given; each wins over those before it."""
     values = from_toml(file) if file is not None else {}
-    merged = {key.replace("-", "_"): value for key, value in values.items()}
+    merged = dict(stored or {}) | {key.replace("-", "_"): value for key, value in values.items()}
     from_mapping(merged, str(file) if file else "options")
     return from_mapping(merged | {key: value for key, value in given.items() if value is not None}, "options")
 

@@ -50,14 +50,14 @@ def spectrum(
     # Below this an eigenvalue of a float64 matrix is rounding, not data.
     floor = high * X.shape[1] * torch.finfo(torch.float64).eps
     above = [float(value) for value in found.eigenvalues if float(value) > floor]
+    least = (
+        f"{min(above):.3g}, {math.log10(high / min(above)):.1f} orders below the largest" if above else "none"
+    )
     rows = [
         ["samples × features", f"{X.shape[0]} × {X.shape[1]}"],
         ["largest eigenvalue", f"{high:.3g}"],
         ["smallest eigenvalue", f"{low:.3g}" if low > floor else "0 (to rounding)"],
-        [
-            "smallest above 0",
-            f"{min(above):.3g}, {math.log10(high / min(above)):.1f} orders below the largest",
-        ],
+        ["smallest above 0", least],
         ["eigenvalues that are 0", str(len(found.eigenvalues) - len(above))],
         ["condition of I/τ_θ + XᵀX", f"{(1 / tau_theta + high) / (1 / tau_theta + max(low, 0.0)):.3g}"],
     ]

@@ -81,11 +81,10 @@ def train(
     everything = dict(locals())
     given = {name: value for name, value in everything.items() if name in SETTINGS}
     given["hidden"] = options.widths(hidden)
+    stored = None
     if resume and out is not None and (out / "config.json").exists():
         stored = stored_config(out).to_dict()
-        chosen = options.config_from(config, stored | {k: v for k, v in given.items() if v is not None})
-    else:
-        chosen = options.config_from(config, given)
+    chosen = options.config_from(config, given, stored)
     folder = out or Path("runs") / chosen.slug()
     if resume:
         _refuse_nothing(folder)

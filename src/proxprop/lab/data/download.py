@@ -3,14 +3,14 @@
 import hashlib
 import os
 import tarfile
-import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 
 from proxprop.lab.data.limit import UNPACKED
-from proxprop.lab.records.sealed import created
+from proxprop.lab.records.sealed import created, naming
 from proxprop.lab.refusal import Refused, one_of
 
 Progress = Callable[[str, int, int], None]
@@ -87,24 +87,34 @@ def download(name: str, root: Path, progress: Progress = lambda name, done, tota
 
 
 def _fetch(source: Source, target: Path, progress: Progress) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_suffix(target.suffix + ".part")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with urllib.request.urlopen(source.url, timeout=30) as response, created(partial) as file:
+        with naming(target), created(partial) as file:
             done = 0
-            while chunk := response.read(CHUNK):
+            for chunk in _received(source, target):
                 done += len(chunk)
                 if done > source.size:
                     break
                 file.write(chunk)
                 progress(source.name, done, source.size)
-    except (urllib.error.URLError, OSError) as error:
+    except BaseException:
         partial.unlink(missing_ok=True)
-        raise Refused(_no_internet(source, target, error)) from error
+        raise
     if (came := _digest(partial)) != source.sha256:
         partial.unlink()
         raise Refused(f"{source.url} should have SHA-256 {source.sha256} but has {came}; nothing was kept")
     os.replace(partial, target)
+
+
+def _received(source: Source, target: Path) -> Iterator[bytes]:
+    """What comes over the internet, piece by piece."""
+    try:
+        with urllib.request.urlopen(source.url, timeout=30) as response:
+            while chunk := response.read(CHUNK):
+                yield chunk
+    except (OSError, HTTPException) as error:
+        raise Refused(_no_internet(source, target, error)) from error
 
 
 def _no_internet(source: Source, target: Path, error: Exception) -> str:

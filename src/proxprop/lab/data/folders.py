@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from proxprop.lab.data import cifar10, idx
@@ -21,8 +22,15 @@ INSIDE = {
 
 
 def cache() -> Path:
-    """Where downloads go unless a folder is named: proxprop in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "proxprop"
+    """Where downloads go unless a folder is named: proxprop in the user's cache folder.
+
+    Raises:
+        Refused: the user has no home folder, as in a container that was given a bare number for its user.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "proxprop"
+    except RuntimeError as error:
+        raise Refused("there is no home folder to keep data in; name a folder with --data-dir") from error
 
 
 def roots(data_dir: str | None = None) -> list[Path]:
@@ -30,7 +38,10 @@ def roots(data_dir: str | None = None) -> list[Path]:
     if data_dir is not None:
         return [Path(data_dir)]
     named = os.environ.get(VARIABLE)
-    return ([Path(named)] if named else []) + [Path("data"), cache()]
+    found = ([Path(named)] if named else []) + [Path("data")]
+    with suppress(Refused):
+        found.append(cache())
+    return found
 
 
 def find(name: str, data_dir: str | None = None) -> Path | None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from proxprop.lab import paper
 from proxprop.lab.analysis import Arm, Task
-from proxprop.lab.figures.style import FAINT, label, look, percent_tick, styled
+from proxprop.lab.figures.style import FAINT, label, log_losses, look, percent_tick, styled
 
 PANELS = (
     ("loss", "epoch", "full-batch training loss", "epochs"),
@@ -47,7 +47,7 @@ def curves(task: Task, optimizer: str) -> Any:
                 ax.xaxis.get_major_locator().set_params(integer=True)
             ax.set_title(title)
             if key == "loss":
-                ax.set_yscale("log")
+                log_losses(ax)
             else:
                 ax.yaxis.set_major_formatter(percent_tick)
                 _zoom(ax)

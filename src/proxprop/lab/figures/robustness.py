@@ -5,7 +5,7 @@ from typing import Any
 
 from proxprop.lab import paper
 from proxprop.lab.analysis import Arm, Task
-from proxprop.lab.figures.style import label, look, percent_tick, styled
+from proxprop.lab.figures.style import label, log_losses, look, percent_tick, styled
 
 OFF_SCALE = 1000.0  # A finite loss beyond this is as lost as an infinite one, and would flatten the rest.
 KEYS = (("loss", "final full-batch training loss"), ("validation_accuracy", "final validation accuracy"))
@@ -33,7 +33,7 @@ def robustness(task: Task, optimizer: str) -> Any:
                 _draw(ax, arm, key, label(arm, task.tau_thetas()), style, inset=0.015 + 0.045 * index)
             ax.set_xlabel("learning rate")
             ax.set_title(title)
-        axes[0].set_yscale("log")
+        log_losses(axes[0])
         axes[1].yaxis.set_major_formatter(percent_tick)
         axes[1].set_ylim(0, 1.03)
         handles, names = axes[0].get_legend_handles_labels()

@@ -15,9 +15,12 @@ def save(figure: Any, path: Path, dpi: int = 150) -> None:
         path: a .png, .svg or .pdf in a folder that exists.
         dpi: dots per inch of a .png.
     """
+    from matplotlib import rc_context
+
     suffix = path.suffix[1:]
     date = {"svg": "Date", "pdf": "CreationDate"}.get(suffix)
     content = io.BytesIO()
     dots = dpi if suffix == "png" else "figure"
-    figure.savefig(content, format=suffix, dpi=dots, metadata={date: None} if date else None)
+    with rc_context({"svg.hashsalt": "proxprop"}):  # else the ids within an SVG are random
+        figure.savefig(content, format=suffix, dpi=dots, metadata={date: None} if date else None)
     write_bytes(path, content.getvalue())

@@ -38,6 +38,6 @@ def spectrum(eigenvalues: Sequence[float], title: str, tau_theta: float = 1.0) -
         )
         ax.axhline(1 / tau_theta, color=FAINT, linewidth=0.8, linestyle=":")
         ax.set_xlabel("rank")
-        ax.set_title(title)
+        ax.set_title(title, parse_math=False)  # a file may be called $
         ax.legend()
     return figure

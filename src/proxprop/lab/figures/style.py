@@ -1,5 +1,6 @@
 """How figures look: the Okabe-Ito palette, told apart in print by dash and marker as well."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,7 +44,6 @@ SETTINGS: Any = {
     "ytick.color": INK,
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
-    "svg.hashsalt": "proxprop",  # The same figure is the same file.
     "svg.fonttype": "none",
 }
 
@@ -64,6 +64,12 @@ def percent_tick(value: float, position: int | None = None) -> str:
     ('97.5%', '60%')
     """
     return f"{100 * value:.6g}%"
+
+
+def log_losses(ax: Any) -> None:
+    """Draw losses on a logarithmic axis, unless there is no loss above 0, which matplotlib would warn of."""
+    if math.isfinite(ax.dataLim.minposy):
+        ax.set_yscale("log")
 
 
 def look(arm: Arm, index: int, taus: list[float]) -> dict[str, Any]:

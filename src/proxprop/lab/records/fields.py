@@ -30,7 +30,7 @@ STATUS = ("finished", "diverged")
 
 
 def check(row: object, fields: Fields) -> None:
-    """Look at the type of every field; a row may hold more than these.
+    """Look at the type of every field; a row may hold more than these. A whole number has 64 bits.
 
     >>> check({"epoch": "3"}, {"epoch": WHOLE})
     Traceback (most recent call last):
@@ -48,6 +48,8 @@ def check(row: object, fields: Fields) -> None:
         if type(row[name]) not in kinds:
             accepted = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
             raise Damaged(f"{name} should be {accepted} but is {row[name]!r}")
+        if type(row[name]) is int and row[name].bit_length() > 63:
+            raise Damaged(f"{name} should have 64 bits but has {row[name].bit_length()}")
 
 
 def measured(row: dict[str, Any]) -> None:

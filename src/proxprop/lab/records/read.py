@@ -1,6 +1,6 @@
 """Read records back: nothing here trains, and nothing here trusts what it reads."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,25 +62,35 @@ def read(folder: Path) -> Record:
     timing, more = lines.read(folder / "timing.jsonl", fields.holds(fields.TIMING))
     notes += more + [row["text"] for row in lines.read(folder / "notes.jsonl", fields.holds(fields.NOTE))[0]]
     clock = {row["epoch"]: row for row in timing}
-    epochs = [row | clock.get(row["epoch"], {}) for row in rows if row["kind"] == "epoch"]
+    measured = {row["epoch"]: row for row in rows if row["kind"] == "epoch"}
+    epochs = [measured[epoch] | clock.get(epoch, {}) for epoch in sorted(measured)]
     if not epochs:
         raise Refused(f"{folder} holds no measurements yet")
-    due = set(range(0, min(epochs[-1]["epoch"], config.epochs) + 1, config.measure_every))
-    missing = sorted(due - {row["epoch"] for row in epochs})
-    notes += [f"metrics.jsonl lacks epoch {epoch}" for epoch in missing]
     result = _optional(folder / "result.json", fields.result, notes)
     plan = _optional(folder / "plan.json", fields.lists("layers", fields.LAYER), notes)
     environment = _optional(folder / "environment.json", fields.lists("starts", fields.START), notes)
+    status = str(result.get("status", "unfinished"))
+    notes += _missing(config, measured.keys(), config.epochs if status == "finished" else max(measured))
     return Record(
         folder,
         config,
-        str(result.get("status", "unfinished")),
+        status,
         epochs,
         [row for row in rows if row["kind"] == "step"],
         plan.get("layers", []),
         environment.get("starts", []),
         notes,
     )
+
+
+def _missing(config: Config, epochs: Collection[int], end: int) -> list[str]:
+    """A note if epochs up to the end were lost. A damaged row may be of the two billionth, so they are not listed."""
+    due = range(0, min(end, config.epochs), config.measure_every)
+    count = len(due) - sum(epoch in due for epoch in epochs) + (end not in epochs)
+    if not count:
+        return []
+    first = next((epoch for epoch in due if epoch not in epochs), end)
+    return [f"metrics.jsonl lacks epoch {first}" + (f" and {count - 1} more" if count > 1 else "")]
 
 
 def find(paths: Iterable[Path], tell: Callable[[str], None] = lambda why: None) -> list[Record]:

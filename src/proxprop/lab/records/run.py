@@ -17,6 +17,8 @@ from proxprop.lab.records.fields import START, lists
 from proxprop.lab.records.lines import Row
 from proxprop.lab.refusal import Refused
 
+LOCK = "lock"
+
 
 class Run:
     """The one writer of a run's folder.
@@ -34,7 +36,7 @@ class Run:
     def __init__(self, folder: Path, config: Config, resume: bool) -> None:
         self.folder = folder
         self.config = config.settled()
-        self._lock = _locked(folder)
+        self._lock = locked(folder)
         try:
             self._open(resume)
         except BaseException:
@@ -170,11 +172,11 @@ def stored_config(folder: Path) -> Config:
     """The Config a run's folder holds.
 
     Raises:
-        Refused: there is none, or it is damaged.
+        Refused: there is none, it is damaged, or no run has such settings.
     """
     try:
-        return from_mapping(sealed.read(folder / "config.json"), f"{folder / 'config.json'}")
-    except sealed.Damaged as damage:
+        return from_mapping(sealed.read(folder / "config.json"), "config.json")
+    except (sealed.Damaged, Refused) as damage:
         raise Refused(f"{folder} holds no readable run: {damage}") from damage
 
 
@@ -185,11 +187,15 @@ def _begun(folder: Path) -> bool:
     return measured or bool(checkpoint.paths(folder)) or (folder / "result.json").exists()
 
 
-def _locked(folder: Path) -> IO[str]:
-    """Hold the folder's lock until the file is closed or the process ends, however it ends."""
+def locked(folder: Path) -> IO[str]:
+    """Hold the folder's lock until the file is closed or the process ends, however it ends.
+
+    Raises:
+        Refused: another process holds it, or the folder cannot be made.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = sealed.unlinked(folder / "lock").open("a+", encoding="utf-8")
+        lock = sealed.unlinked(folder / LOCK).open("a+", encoding="utf-8")
     except OSError as error:
         raise Refused(f"cannot write into {folder}: {error.strerror}") from error
     try:
@@ -201,7 +207,7 @@ def _locked(folder: Path) -> IO[str]:
         raise Refused(
             f"{folder} is being written by another process (id {who}); wait for it or stop it"
         ) from None
-    with sealed.naming(folder / "lock"):
+    with sealed.naming(folder / LOCK):
         lock.seek(0)
         lock.truncate()
         lock.write(str(os.getpid()))

@@ -63,16 +63,19 @@ def read(path: Path, check: Callable[[dict[str, Any]], None] = lambda values: No
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file so that a crash leaves the old one or the new one: temporary, fsync, rename, fsync.
 
+    Several processes may write the same file at once: each has a temporary one of its own, and the last one wins.
+
     Raises:
         OSError: it could not be written, on a full disk for instance; nothing of it is left, and the error names it.
     """
-    temporary = path.with_name(path.name + UNFINISHED)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}{UNFINISHED}")
     try:
-        with naming(path), created(temporary) as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with naming(path):
+            with created(temporary) as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -85,12 +88,10 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Within, an error names the file: one of opening does so by itself, one of writing does not."""
+    """Within, an error names this file: one of writing names none, one of opening perhaps a temporary one."""
     try:
         yield
     except OSError as error:
-        if error.filename is not None or error.errno is None:
-            raise
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 

@@ -3,9 +3,18 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from proxprop.lab.reproduction import propositions, spectrum
 from proxprop.lab.reproduction.files import Row, read_csv
+from proxprop.lab.reproduction.tables import CURVES, RUNS
 
-TABLES = ("fig1", "table1", "fig2", "spectrum", "propositions", "beyond", "runs")
+TABLES = {
+    **dict.fromkeys(("fig1", "table1", "fig2"), CURVES),
+    "spectrum": spectrum.COLUMNS,
+    "propositions": propositions.COLUMNS,
+    "beyond": ("experiment", *CURVES),
+    "runs": RUNS,
+}
+"""The columns of every table, by its name."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +32,9 @@ class Results:
     @staticmethod
     def read(folder: Path) -> "Results":
         """Read all of a folder's CSV files."""
-        return Results(**{name: read_csv(folder / f"{name}.csv") for name in TABLES})
+        return Results(
+            **{name: read_csv(folder / f"{name}.csv", columns) for name, columns in TABLES.items()}
+        )
 
     @property
     def seeds(self) -> int:

@@ -11,7 +11,8 @@ from pathlib import Path
 from proxprop.lab import experiments
 from proxprop.lab.config import Config
 from proxprop.lab.records import Record
-from proxprop.lab.records.sealed import write_bytes
+from proxprop.lab.records.run import LOCK, locked
+from proxprop.lab.records.sealed import unlinked, write_bytes
 from proxprop.lab.refusal import Refused
 from proxprop.lab.reproduction import tables
 from proxprop.lab.reproduction.document import document
@@ -38,9 +39,9 @@ def refuse_fewer(
     """
     lying = Counter(
         name
-        for row in read_csv(out / "runs.csv")
+        for row in read_csv(out / "runs.csv", tables.RUNS)
         if row["status"] in DONE
-        for name in row["experiments"].split()
+        for name in str(row["experiments"]).split()
     )
     coming = {name: len(runs[name]) if name in planned else _done(runs[name], records) for name in runs}
     fewer = [
@@ -65,19 +66,27 @@ def staged(out: Path) -> Iterator[Path]:
     """A folder that starts with the tables of `out`; its files replace those of `out` if nothing fails within.
 
     What can fail (drawing, a full disk) fails before the first file of `out` is touched.
+
+    Raises:
+        Refused: another process is at it.
     """
-    fresh = out / ".new"
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    try:
-        for name in TABLES:
-            if (table := out / f"{name}.csv").is_file():
-                shutil.copyfile(table, fresh / table.name)
-        yield fresh
-        for path in sorted(fresh.iterdir()):
-            os.replace(path, out / path.name)
-    finally:
-        shutil.rmtree(fresh)
+    fresh = unlinked(out / ".new")
+    with locked(fresh):
+        try:
+            for left in _files(fresh):
+                left.unlink()
+            for name in TABLES:
+                if (table := out / f"{name}.csv").is_file():
+                    shutil.copyfile(table, fresh / table.name)
+            yield fresh
+            for path in _files(fresh):
+                os.replace(path, out / path.name)
+        finally:
+            shutil.rmtree(fresh)
+
+
+def _files(fresh: Path) -> list[Path]:
+    return [path for path in sorted(fresh.iterdir()) if path.name != LOCK]
 
 
 def write_tables(records: Sequence[Record], runs: Mapping[str, Sequence[Config]], out: Path) -> None:
