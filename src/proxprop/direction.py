@@ -59,9 +59,14 @@ def planned(transfer: Transfer, settings: Settings) -> Plan:
 
 
 def most_precise(transfer: Transfer, settings: Settings) -> Settings:
-    """The settings under which rounding costs least: without K and S, where the solver does not need them."""
-    possible = MATRIX_FREE in settings.solver.spaces and MATRIX_FREE in transfer.spaces
-    return replace(settings, space="matrix_free") if possible else settings
+    """The settings under which rounding costs least: without K and S, or with the smaller one, as the solver can.
+
+    The larger one is singular but for λ.
+    """
+    _, samples, features, _ = transfer.sizes
+    by_rounding = MATRIX_FREE, *((SAMPLE, FEATURE) if samples < features else (FEATURE, SAMPLE))
+    spaces = [space for space in by_rounding if space in settings.solver.spaces and space in transfer.spaces]
+    return replace(settings, space=spaces[0])
 
 
 def described(transfer: Transfer, settings: Settings, like: Tensor) -> Plan:
