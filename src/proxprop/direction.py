@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from proxprop.device import is_transformed, precision
-from proxprop.settings import Settings
+from proxprop.settings import Settings, Space
 from proxprop.solvers import (
     DIAGONAL,
     FEATURE,
-    MATRIX_FREE,
     SAMPLE,
     Plan,
     PreparedSolve,
@@ -64,9 +63,11 @@ def most_precise(transfer: Transfer, settings: Settings) -> Settings:
     The larger one is singular but for λ.
     """
     _, samples, features, _ = transfer.sizes
-    by_rounding = MATRIX_FREE, *((SAMPLE, FEATURE) if samples < features else (FEATURE, SAMPLE))
-    spaces = [space for space in by_rounding if space in settings.solver.spaces and space in transfer.spaces]
-    return replace(settings, space=spaces[0])
+    formed: tuple[Space, ...] = ("sample", "feature") if samples < features else ("feature", "sample")
+    for space in ("matrix_free", *formed):
+        if space in settings.solver.spaces and space in transfer.spaces:
+            return replace(settings, space=space)
+    return settings
 
 
 def described(transfer: Transfer, settings: Settings, like: Tensor) -> Plan:
