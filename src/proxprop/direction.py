@@ -58,9 +58,9 @@ def planned(transfer: Transfer, settings: Settings) -> Plan:
 
 
 def most_precise(transfer: Transfer, settings: Settings) -> Settings:
-    """The settings under which rounding costs least: without K and S, or with the smaller one, as the solver can.
+    """The settings under which rounding costs least: matrix-free if the solver can, else with the smaller of K and S.
 
-    The larger one is singular but for λ.
+    The larger of the two is singular but for λ.
     """
     _, samples, features, _ = transfer.sizes
     formed: tuple[Space, ...] = ("sample", "feature") if samples < features else ("feature", "sample")

@@ -40,7 +40,7 @@ CLEAR = 2.0**-10
 """A CPU doubts no factor whose smallest pivot is a larger share of the largest diagonal entry, and `16ε` a row."""
 
 FULL_RANK = 2.0**-5
-"""Nor does it take M for singular where the share is larger than this."""
+"""A CPU takes M for nearly singular unless the smallest pivot is a larger share of the largest diagonal entry."""
 
 
 class Factorization(ABC):
@@ -49,7 +49,7 @@ class Factorization(ABC):
     Attributes:
         failed: for each group whether the factorisation failed or is doubtful, `[groups]`; it stays on the device.
         broken: for each group whether it failed, so that its factor was replaced.
-        rank_is_full: False where a CPU saw that M may be singular.
+        rank_is_full: False where a CPU saw that M may be nearly singular.
     """
 
     failed: Tensor

@@ -15,7 +15,6 @@ from proxprop import tuning
 from proxprop.device import is_transformed
 from proxprop.solvers.solver import SAMPLE
 
-
 MOST_HIDDEN = 0.1
 """Largest share of D that may be hidden."""
 

@@ -10,8 +10,8 @@ from proxprop.solvers.cholesky import backend, factorize
 from proxprop.solvers.rotation import rotate
 from proxprop.solvers.solver import FEATURE, SAMPLE, PreparedSolve, Sizes, Solution, Solver
 
-HIDDEN = 10
-"""Multiple of the rounding of K that `⟨U, KU⟩` must exceed; else next to nothing of U reaches D."""
+NOISE = 10
+"""Multiple of the rounding of K that `⟨U, KU⟩` must exceed; below it, D counts as noise."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Exact(Solver):
 
         def watched(G: Tensor) -> Solution:
             U = ready(G).value
-            hidden = is_hidden(U, rotate(G) if rotated else G, damping, sizes)
-            return Solution(U, factorization.failed | hidden)
+            noise = is_noise(U, rotate(G) if rotated else G, damping, sizes)
+            return Solution(U, factorization.failed | noise)
 
         return watched
 
@@ -71,7 +71,7 @@ class Exact(Solver):
         return self.prepared(FEATURE, S, damping, B.shape[-1])(B)
 
 
-def is_hidden(U: Tensor, G: Tensor, damping: float, diagonal: Tensor) -> Tensor:
+def is_noise(U: Tensor, G: Tensor, damping: float, diagonal: Tensor) -> Tensor:
     """Whether `D = AᵀU` is little but rounding for a column of each group, `[groups]`.
 
     Where K is nearly singular, most of U may be `G/λ` in its null space, and D the small rest. D's square is
@@ -84,5 +84,5 @@ def is_hidden(U: Tensor, G: Tensor, damping: float, diagonal: Tensor) -> Tensor:
         diagonal: of `λI + K`, `[groups, samples, 1]`.
     """
     squared = (U * torch.sub(G, U, alpha=damping)).sum(-2)
-    rounding = (U.square() * diagonal).sum(-2) * (HIDDEN * torch.finfo(U.dtype).eps)
+    rounding = (U.square() * diagonal).sum(-2) * (NOISE * torch.finfo(U.dtype).eps)
     return (squared < rounding).any(-1)
