@@ -13,9 +13,11 @@ from proxprop import CG, Exact
 from proxprop.failures import FailureWarner
 from proxprop.solvers import FEATURE, SAMPLE, Solver
 
+ONE_DIRECTION = 1e3 * torch.arange(1.0, 7.0)[:, None] * torch.linspace(1, 2, 8)
+"""Rows that are multiples of one: at an enormous tau_theta `I/τ_θ + AᵀA` and `I/τ_θ + AAᵀ` are singular in float64."""
+
 
 def ill_conditioned_model() -> nn.Sequential:
-    """At an enormous tau_theta, `I/τ_θ + S` of few large inputs is singular in float32."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
     return proxprop.convert(model, Exact(), tau_theta=1e12, space=FEATURE)
@@ -23,7 +25,7 @@ def ill_conditioned_model() -> nn.Sequential:
 
 def test_one_warning_that_names_the_layer_and_a_descent_direction() -> None:
     model = ill_conditioned_model()
-    input = torch.linspace(1, 2, 8).expand(6, 8) * 1e3
+    input = ONE_DIRECTION
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -43,7 +45,7 @@ def test_one_warning_that_names_the_layer_and_a_descent_direction() -> None:
 def test_a_layer_built_by_hand_is_named_by_what_it_is() -> None:
     layer = proxprop.nn.Linear(8, 4, solver=Exact(), tau_theta=1e12, space=FEATURE)
     with pytest.warns(RuntimeWarning, match=r"^Linear\(in_features=8, out_features=4, bias=True\): "):
-        layer(torch.linspace(1, 2, 8).expand(6, 8) * 1e3).square().sum().backward()
+        layer(ONE_DIRECTION).square().sum().backward()
 
 
 @pytest.mark.parametrize("outputs", [1, 64])
@@ -67,6 +69,48 @@ def test_what_rounding_hides_is_solved_again_without_forming_a_matrix() -> None:
     layer = proxprop.nn.Linear(80, 9, bias=False, solver=CG(30), tau_theta=1.0, space=SAMPLE)
     layer(A).backward(G)
     assert relative_error(layer.weight.grad.T.double(), exact) < 1e-3
+
+
+@pytest.mark.parametrize("rows", ["many", "twice"])
+@pytest.mark.parametrize("tau_theta", [1.0, 30.0])
+def test_an_exact_direction_that_is_the_small_rest_of_what_cancels(rows: str, tau_theta: float) -> None:
+    """Nearly all of G, and so of U, is orthogonal to A's columns; pivots tell nothing of it."""
+    torch.manual_seed(0)
+    A = torch.randn(200, 30) if rows == "many" else torch.randn(30, 80).repeat(2, 1)
+    G = torch.randn(len(A), 5, dtype=torch.float64)
+    G = (G - 0.999 * A.double() @ torch.linalg.pinv(A.double()) @ G).float()
+    layer = proxprop.nn.Linear(A.shape[1], 5, bias=False, solver=Exact(), tau_theta=tau_theta, space=SAMPLE)
+    layer(A).backward(G)
+    M = torch.eye(A.shape[1]) / tau_theta + A.double().mT @ A.double()
+    exact = torch.linalg.solve(M, A.double().mT @ G.double())
+    assert relative_error(layer.weight.grad.T.double(), exact) < 1e-2
+
+
+@pytest.mark.parametrize("features", [4, 200])
+def test_a_small_matrix_of_features_of_several_scales(features: int) -> None:
+    """Each pivot is within reason, and all of them together are not."""
+    torch.manual_seed(0)
+    A = torch.tensor([[396.0, 396.0, 109.0, 1.0], [109.0, -372.0, 588.0, 1.0], [588.0, 380.0, 380.0, 1.0]])
+    A = A.repeat(1, features // 4)
+    G = torch.tensor([[0.0], [1.0], [0.0]])
+    layer = proxprop.nn.Linear(features, 1, bias=False, solver=Exact(), tau_theta=2271.0, space=FEATURE)
+    layer(A).backward(G)
+    K = torch.eye(3) / 2271.0 + A.double() @ A.double().mT
+    exact = A.double().mT @ torch.linalg.solve(K, G.double())
+    assert relative_error(layer.weight.grad.T.double(), exact) < 1e-2
+
+
+@pytest.mark.parametrize(("samples", "space"), [(24, SAMPLE), (3, FEATURE)])
+def test_what_fails_in_a_pinned_space_is_solved_again_with_the_smaller_matrix(
+    samples: int, space: str
+) -> None:
+    """The larger matrix is singular but for λ, which is beyond the rounding of float64 here."""
+    torch.manual_seed(0)
+    A, G = 1e8 * torch.randn(samples, 8), torch.randn(samples, 5)
+    layer = proxprop.nn.Linear(8, 5, bias=False, solver=Exact(), tau_theta=1.0, space=space)
+    layer(A).backward(G)
+    exact = torch.linalg.lstsq(A.double(), G.double(), driver="gelsd").solution
+    assert relative_error(layer.weight.grad.T.double(), exact) < 1e-5
 
 
 @pytest.mark.parametrize("iterations", [1, 3, 30])

@@ -82,13 +82,13 @@ class Task:
     def _solve_again(
         self, saved: Sequence[Tensor], G: Tensor, shapes: Shapes, spoilt: Direction
     ) -> Direction:
-        """Solve in float64 what rounding spoilt in float32 or in K or S; the direction in G's precision.
+        """Solve in float64, and in the space where rounding costs least, what rounding spoilt; D in G's precision.
 
         That can take several times as long, so it is for what is rare, and not for a GPU, which would have to wait.
         """
         transfer = self.call.transfer(in_precision(saved, torch.float64), G.double(), shapes)
         settings = most_precise(transfer, self.settings)
-        if G.dtype == torch.float64 and settings == self.settings:
+        if G.dtype == torch.float64 and settings.space == spoilt.plan.space:
             return spoilt
         found = solve(transfer, G.double(), settings)
         products = tuple(cast(d, G.dtype) if d is not None else None for d in found.parameters)

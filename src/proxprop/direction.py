@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from proxprop.device import is_transformed, precision
-from proxprop.settings import Settings
+from proxprop.settings import Settings, Space
 from proxprop.solvers import (
     DIAGONAL,
     FEATURE,
-    MATRIX_FREE,
     SAMPLE,
     Plan,
     PreparedSolve,
@@ -59,9 +58,16 @@ def planned(transfer: Transfer, settings: Settings) -> Plan:
 
 
 def most_precise(transfer: Transfer, settings: Settings) -> Settings:
-    """The settings under which rounding costs least: without K and S, where the solver does not need them."""
-    possible = MATRIX_FREE in settings.solver.spaces and MATRIX_FREE in transfer.spaces
-    return replace(settings, space="matrix_free") if possible else settings
+    """The settings under which rounding costs least: matrix-free if the solver can, else with the smaller of K and S.
+
+    The larger of the two is singular but for λ.
+    """
+    _, samples, features, _ = transfer.sizes
+    formed: tuple[Space, ...] = ("sample", "feature") if samples < features else ("feature", "sample")
+    for space in ("matrix_free", *formed):
+        if space in settings.solver.spaces and space in transfer.spaces:
+            return replace(settings, space=space)
+    return settings
 
 
 def described(transfer: Transfer, settings: Settings, like: Tensor) -> Plan:

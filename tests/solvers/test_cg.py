@@ -21,7 +21,7 @@ def test_cg_takes_the_same_iterates_in_every_space(sizes, seed, k, per_output) -
         solve_in(space, CG(k, per_output), A, G, damping=1.0) for space in (FEATURE, SAMPLE, MATRIX_FREE)
     ]
     for other in results[1:]:
-        assert relative_error(other, results[0]) < 1e-9
+        assert relative_error(other, results[0]) < 1e-7  # as many steps as unknowns lose some digits
 
 
 @given(sizes=sizes, seed=st.integers(0, 2**31), log_damping=st.floats(-2, 4))

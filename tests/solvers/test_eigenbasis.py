@@ -90,6 +90,21 @@ def test_small_eigenvalues_are_not_taken_for_zero() -> None:
     assert relative_error(in_eigenbasis(SAMPLE, 3, A.float(), G.float(), 0.01).double(), expected) < 3e-3
 
 
+def test_an_eigenvalue_that_rounding_hides_may_still_make_much_of_the_direction() -> None:
+    """Most rows are zero, so that their mean does not dominate K, and the others differ in their last digits only."""
+    torch.manual_seed(0)
+    rows = torch.cat([torch.zeros(30, 30), 1 + 1e-3 * torch.randn(18, 30)])
+    layer = proxprop.nn.Linear(30, 100, solver=CG(100), tau_theta=0.1, space=SAMPLE)
+    G, A = torch.randn(48, 100), torch.cat([rows, torch.ones(48, 1)], dim=1).double()
+    G -= 0.5 * (A @ torch.linalg.pinv(A, rtol=1e-2) @ G.double()).float()
+    with eigenbases(True):
+        layer(rows).backward(G)
+    exact = torch.linalg.solve(10 * torch.eye(31) + A.mT @ A, A.mT @ G.double())
+    found = torch.cat([layer.weight.grad.mT, layer.bias.grad[None]])
+    for one, other in zip(found.double().mT, exact.mT, strict=True):
+        assert relative_error(one, other) < 1e-2
+
+
 @SPACES
 @pytest.mark.parametrize("groups", [1, 2])
 def test_columns_may_converge_after_a_step_or_two(space, groups: int) -> None:

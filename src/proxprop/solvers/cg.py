@@ -178,10 +178,11 @@ class CG(Solver):
         """The iterate in a basis in which the matrix is diagonal, `[groups, size, outputs]`."""
         largest = max(float(basis.values.amax()), damping)
         unit = power_of_two(largest, B.dtype)
-        values = basis.values.unsqueeze(-2) / unit
-        weights = basis.noisy / unit if basis.noisy is not None else None
+        basis = basis.over(unit)
+        weights = basis.noisy
         bounds = Bounds(largest / unit if weights is None else float(weights.amax()), largest / unit)
-        return self._by_rows(values.mul, B, damping / unit, weights, bounds, basis.vectors).times(1 / unit)
+        multiply = basis.values.unsqueeze(-2).mul
+        return self._by_rows(multiply, B, damping / unit, weights, bounds, basis).times(1 / unit)
 
     def _by_rows(
         self,
@@ -190,13 +191,17 @@ class CG(Solver):
         damping: float,
         weights: Tensor | None,
         bounds: Bounds,
-        vectors: Tensor | None = None,
+        basis: eigenbasis.Basis | None = None,
     ) -> Solution:
-        """Solve for blocks of outputs as rows; `vectors` are a basis that `multiply` and the solution are in."""
+        """Solve for blocks of outputs as rows, perhaps in a basis that `multiply` and the solution are in."""
 
         def solve(columns: Tensor, out: Tensor | None = None) -> Solution:
-            rows = columns.mT.contiguous() if vectors is None else columns.mT @ vectors
-            return self._iterate(multiply, rows, damping, weights, bounds, out, column=-1)
+            rows = columns.mT.contiguous() if basis is None else columns.mT @ basis.vectors
+            found = self._iterate(multiply, rows, damping, weights, bounds, out, column=-1)
+            if basis is None or basis.zeroed is None:
+                return found
+            hidden = eigenbasis.is_hidden(found.value, rows, basis, damping)
+            return Solution(found.value, _either(hidden, found.failed))
 
         groups, size, outputs = B.shape
         width = self._width(B)
@@ -229,9 +234,9 @@ def _for_groups(columns: Tensor | None) -> Tensor | None:
     return columns.any(-1).any(-1) if columns is not None else None
 
 
-def _either(overflowed: Tensor, lost: Tensor | None) -> Tensor:
-    """Whether each group overflowed or is lost."""
-    return overflowed if lost is None else overflowed | lost
+def _either(flagged: Tensor, lost: Tensor | None) -> Tensor:
+    """Whether each group is flagged or lost."""
+    return flagged if lost is None else flagged | lost
 
 
 def power_of_two(size: float, dtype: torch.dtype) -> float:

@@ -4,7 +4,7 @@ A factorisation has failed where a pivot is no larger than the rounding of its d
 factor would be noise. Then `√(λ + trace M)·I` replaces the factor, and the solution is `B / (λ + trace M)`, the
 gradient with a step that cannot overshoot. It is linear in B and is chosen without synchronisation. Where M is not
 finite, neither is the solution. NaN in M is not a failure of the factorisation and is not flagged. A CPU also
-flags a pivot that is only a little larger, and keeps its factor.
+flags a pivot that is only a little larger and a condition number that costs most digits, and keeps the factor.
 """
 
 from abc import ABC, abstractmethod
@@ -30,6 +30,18 @@ Rows that are equal round in the same direction, so their sums are off by more t
 DOUBTED_SIZE = LONGEST_SUM
 """Smaller matrices are treated as this large here, because their entries are rounded sums of as many numbers."""
 
+ILL_CONDITIONED = 1
+"""A CPU flags condition numbers above this multiple of `1/(ε√size)` too, of the matrix scaled to a diagonal of ones.
+
+Equal columns have large pivots, and yet all of them together have one that is far larger.
+"""
+
+CLEAR = 2.0**-10
+"""A CPU doubts no factor whose smallest pivot is a larger share of the largest diagonal entry, and `16ε` a row."""
+
+FULL_RANK = 2.0**-5
+"""A CPU takes M for nearly singular unless the smallest pivot is a larger share of the largest diagonal entry."""
+
 
 class Factorization(ABC):
     """A factorised `λI + M`.
@@ -37,10 +49,12 @@ class Factorization(ABC):
     Attributes:
         failed: for each group whether the factorisation failed or is doubtful, `[groups]`; it stays on the device.
         broken: for each group whether it failed, so that its factor was replaced.
+        rank_is_full: False where a CPU saw that M may be nearly singular.
     """
 
     failed: Tensor
     broken: Tensor
+    rank_is_full = True
 
     @abstractmethod
     def solve(self, B: Tensor) -> Tensor:
@@ -129,8 +143,8 @@ def doubtful_share(M: Tensor) -> float:
     return float(least_share(M) * DOUBTFUL * max(1.0, DOUBTED_SIZE / max(1, M.shape[-1])) ** 0.5)
 
 
-def _clearly_sound(roots: Tensor, diagonal: Tensor, info: Tensor) -> bool:
-    """Whether the smallest pivot of all is large enough for the largest diagonal entry of all; one look for a CPU.
+def _smallest_share(roots: Tensor, diagonal: Tensor, info: Tensor) -> float:
+    """The smallest pivot of all over the largest diagonal entry of all, as a CPU sees it; zero where LAPACK failed.
 
     Args:
         roots: of the pivots, `[groups, size]`.
@@ -138,8 +152,8 @@ def _clearly_sound(roots: Tensor, diagonal: Tensor, info: Tensor) -> bool:
         info: LAPACK's.
     """
     if diagonal.numel() == 0 or any(info.tolist()):
-        return False
-    return float(roots.amin()) ** 2 > float(diagonal.amax()) * doubtful_share(diagonal)
+        return 0.0
+    return float(roots.amin()) ** 2 / float(diagonal.amax())
 
 
 class LapackFactorization(TriangularFactorization):
@@ -150,9 +164,12 @@ class LapackFactorization(TriangularFactorization):
         self.L, info = torch.linalg.cholesky_ex(M)
         roots = self.L.diagonal(dim1=-2, dim2=-1)
         on_cpu = M.device.type == "cpu"
-        if on_cpu and not device.is_transformed(M) and _clearly_sound(roots, diagonal, info):
-            self.failed = self.broken = info.bool()
-            return
+        if on_cpu and not device.is_transformed(M):
+            smallest = _smallest_share(roots, diagonal, info)
+            self.rank_is_full = smallest > FULL_RANK
+            if smallest > max(CLEAR, 16 * M.shape[-1] * torch.finfo(M.dtype).eps):
+                self.failed = self.broken = info.bool()
+                return
         shares = roots.square() / diagonal
         sound = (shares > least_share(M)).all(-1) & (info == 0)
         bound = (diagonal - damping).sum(-1).add_(damping)
@@ -160,7 +177,28 @@ class LapackFactorization(TriangularFactorization):
         self.L = torch.where(sound.view(-1, 1, 1), self.L, identity * divisor(bound).sqrt().view(-1, 1, 1))
         self.failed = self.broken = (sound | bound.isnan()).logical_not()
         if on_cpu:
-            self.failed = self.broken | (shares <= doubtful_share(M)).any(-1)
+            rounding = torch.finfo(M.dtype).eps * max(M.shape[-1], DOUBTED_SIZE) ** 0.5
+            doubtful = (shares <= doubtful_share(M)).any(-1)
+            ill_conditioned = self._condition(M, diagonal) * rounding > ILL_CONDITIONED
+            self.failed = self.broken | doubtful | ill_conditioned
+
+    def _condition(self, M: Tensor, diagonal: Tensor) -> Tensor:
+        """The condition number of `λI + M`, scaled to a diagonal of ones, `[groups]`; from below, but not by much.
+
+        The norm of the inverse comes from two steps of the power method.
+
+        Args:
+            M: `λI + M`.
+            diagonal: of it.
+        """
+        roots = diagonal.sqrt()[..., None]
+        norm = torch.linalg.matrix_norm(M / roots / roots.mT)
+        v = torch.arange(M.shape[-1], dtype=M.dtype, device=M.device).cos().expand(diagonal.shape)[..., None]
+        for _ in range(2):
+            v = v / torch.linalg.matrix_norm(v, keepdim=True)
+            v = roots * self.solve(roots * v)
+        condition: Tensor = norm * torch.linalg.matrix_norm(v)
+        return condition
 
     def solve(self, B: Tensor) -> Tensor:
         """Two triangular solves.

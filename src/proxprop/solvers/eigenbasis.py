@@ -15,6 +15,9 @@ from proxprop import tuning
 from proxprop.device import is_transformed
 from proxprop.solvers.solver import SAMPLE
 
+MOST_HIDDEN = 0.1
+"""Largest share of D that may be hidden."""
+
 
 class Basis(NamedTuple):
     """Eigenvalues and eigenvectors of K or S.
@@ -23,11 +26,18 @@ class Basis(NamedTuple):
         values: `[groups, size]`; zero where rounding could have made them.
         vectors: `[groups, size, size]`, as columns.
         noisy: in sample space the eigenvalues that weigh rounding of K, `[groups, size]`; None in feature space.
+        zeroed: in sample space what those that are zero may be at most, and zero for the others; None for none.
     """
 
     values: Tensor
     vectors: Tensor
-    noisy: Tensor | None
+    noisy: Tensor | None = None
+    zeroed: Tensor | None = None
+
+    def over(self, unit: float) -> "Basis":
+        """That of the matrix over a unit."""
+        noisy, zeroed = (array / unit if array is not None else None for array in self[2:])
+        return Basis(self.values / unit, self.vectors, noisy, zeroed)
 
 
 def pays(M: Tensor, iterations: int, outputs: int) -> bool:
@@ -54,14 +64,37 @@ def find(M: Tensor, space: str) -> Basis | None:
         return None
     values = values.clamp_(min=0.0)
     if space != SAMPLE:
-        return Basis(values, vectors, None)
+        return Basis(values, vectors)
     size, largest = M.shape[-1], values[..., -1:]
     rounding = torch.finfo(M.dtype).eps * size**0.5 * largest
     null = values <= rounding
     least = values.where(~null, torch.inf).amin(-1, keepdim=True)
     # Rounding mixes other vectors into a null vector: the larger their eigenvalue, the less of them.
     noisy = size**0.5 * largest * (rounding / least)
-    return Basis(values.masked_fill(null, 0.0), vectors, values.where(~null, noisy))
+    zeroed = torch.where(null, rounding, 0.0) if bool(null.any()) else None
+    return Basis(values.masked_fill(null, 0.0), vectors, values.where(~null, noisy), zeroed)
+
+
+def is_hidden(U: Tensor, G: Tensor, basis: Basis, damping: float) -> Tensor:
+    """Whether `D = AᵀU` may lack a part because an eigenvalue was taken for zero, `[groups]`.
+
+    With `ρ = G − (λI + K)U`, that part is at most `√eigenvalue/λ` times ρ along the eigenvector, and D's square is
+    `⟨U, KU⟩`. More steps would have found it unless all else that is left of ρ counts for less.
+
+    Args:
+        U: in the basis, `[groups, outputs, size]`.
+        G: likewise.
+        basis: in which eigenvalues were taken for zero.
+        damping: λ.
+    """
+    assert basis.zeroed is not None
+    values, zeroed = basis.values.unsqueeze(-1), basis.zeroed.unsqueeze(-1)
+    scale = G.abs().amax(-1, keepdim=True).clamp_(min=torch.finfo(G.dtype).tiny)
+    U = U / scale
+    left = torch.sub(G / scale, U * (values.mT + damping)).square_()
+    hidden = left @ zeroed
+    lacks = hidden > (U.square() @ values) * (MOST_HIDDEN * damping) ** 2
+    return (lacks & (left @ values <= hidden)).any(-1).any(-1)
 
 
 def is_level(M: Tensor) -> bool:

@@ -3,10 +3,15 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from proxprop.solvers.cholesky import backend, factorize
+from proxprop.solvers.rotation import rotate
 from proxprop.solvers.solver import FEATURE, SAMPLE, PreparedSolve, Sizes, Solution, Solver
+
+NOISE = 10
+"""Multiple of the rounding of K that `⟨U, KU⟩` must exceed; below it, D counts as noise."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,18 @@ class Exact(Solver):
         self, space: str, M: Tensor, damping: float, outputs: int, rotated: bool = False
     ) -> PreparedSolve:
         """Factorise, whatever the space."""
-        return factorize(M, damping).prepared(outputs, rotated)
+        factorization = factorize(M, damping)
+        ready = factorization.prepared(outputs, rotated)
+        if space != SAMPLE or M.dtype != torch.float32 or factorization.rank_is_full:
+            return ready  # what float64 hides is too little to matter
+        sizes = M.diagonal(dim1=-2, dim2=-1)[..., None]  # of λI + K by now
+
+        def watched(G: Tensor) -> Solution:
+            U = ready(G).value
+            noise = is_noise(U, rotate(G) if rotated else G, damping, sizes)
+            return Solution(U, factorization.failed | noise)
+
+        return watched
 
     def samples(self, K: Tensor, G: Tensor, damping: float) -> Solution:
         """Return `U = (λI + K)⁻¹G`."""
@@ -53,3 +69,20 @@ class Exact(Solver):
     def features(self, S: Tensor, B: Tensor, damping: float) -> Solution:
         """Return `D = (λI + S)⁻¹B`."""
         return self.prepared(FEATURE, S, damping, B.shape[-1])(B)
+
+
+def is_noise(U: Tensor, G: Tensor, damping: float, diagonal: Tensor) -> Tensor:
+    """Whether `D = AᵀU` is little but rounding for a column of each group, `[groups]`.
+
+    Where K is nearly singular, most of U may be `G/λ` in its null space, and D the small rest. D's square is
+    `⟨U, KU⟩ = ⟨U, G − λU⟩`.
+
+    Args:
+        U: `[groups, samples, outputs]`.
+        G: likewise.
+        damping: λ.
+        diagonal: of `λI + K`, `[groups, samples, 1]`.
+    """
+    squared = (U * torch.sub(G, U, alpha=damping)).sum(-2)
+    rounding = (U.square() * diagonal).sum(-2) * (NOISE * torch.finfo(U.dtype).eps)
+    return (squared < rounding).any(-1)
