@@ -13,7 +13,8 @@ import proxprop
 from deferred_claims import works
 from proxprop import CG, Exact, Running, recipe
 from proxprop.lab.peers import analysis
-from proxprop.lab.peers.store import Store
+from proxprop.lab.peers.questions import Carried, both, by_rate, carried
+from proxprop.lab.peers.store import Store, read
 from proxprop.lab.peers.tasks import TASKS
 from proxprop.nn import ProximalLayer
 from training import assert_same, images, loss_of, plain_model
@@ -242,15 +243,28 @@ def test_s_itself_made_as_many_tasks_worse_as_better(optimizer: str) -> None:
     assert len(found["loses"]) >= len(found["wins"])
 
 
-def test_what_s_and_its_root_did_to_a_pinn_under_adamw() -> None:
-    assert TASKS["burgers-small"].held_out
-    ratio = {
-        name: FOUND["burgers-small", f"{name}+adamw"].score.middle
-        / FOUND["burgers-small", "adamw"].score.middle
-        for name in ("running", "root")
-    }
-    assert round(ratio["running"]) == 29
-    assert 0.5 < ratio["root"] < 0.6
+@pytest.mark.parametrize(("optimizer", "better", "worse"), [("adamw", 3, 1), ("muon", 5, 0)])
+def test_what_the_recipe_does_at_the_optimizers_own_rate(optimizer: str, better: int, worse: int) -> None:
+    tasks = carried_over(f"seldom+{optimizer}")
+    assert len(tasks) == 7
+    assert (sum(max(one.kept) < 1 for one in tasks), sum(min(one.kept) > 1 for one in tasks)) == (
+        better,
+        worse,
+    )
+    plain = carried_over(f"running+{optimizer}")
+    assert sum(min(one.kept) > 1 for one in plain) >= worse
+
+
+def carried_over(direction: str) -> list[Carried]:
+    """What becomes of an optimizer's best rate, in every task."""
+    rows, base = read(PEERS.folder.parent / "questions" / "rates.csv"), direction.partition("+")[2]
+    found = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        of_task = [row for row in rows if row["task"] == task]
+        without, having = both(by_rate(of_task, base), by_rate(of_task, direction))
+        if without:
+            found.append(carried(task, base, direction.partition("+")[0], without, having))
+    return found
 
 
 def test_the_recipe_is_what_was_asked_which_learning_rate_it_keeps() -> None:

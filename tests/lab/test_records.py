@@ -377,9 +377,9 @@ def mine(tmp_path):
     assert path.read_text() == "mine"
 
 
-@pytest.mark.parametrize("linked", ["a.json", f"a.json.{os.getpid()}.tmp"])
+@pytest.mark.parametrize("linked", ["a.json", "a.json.{}.tmp"])
 def test_a_link_in_place_of_a_file_is_replaced(tmp_path, mine, linked):
-    (tmp_path / linked).symlink_to(mine)
+    (tmp_path / linked.format(os.getpid())).symlink_to(mine)
     sealed.write(tmp_path / "a.json", {"a": 1})
     assert sealed.read(tmp_path / "a.json") == {"a": 1}
     assert not (tmp_path / "a.json").is_symlink()
