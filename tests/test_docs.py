@@ -130,11 +130,18 @@ def test_the_readmes_verdict_is_the_peers_pages() -> None:
     verdict = re.search(r"the best ProxProp wins \d+, ties \d+ and loses \d+ of \d+ small tasks", page)
     assert verdict is not None
     assert verdict[0] in text
-    lost = re.findall(r"\) \| (\w+) [\d.]+ \([\d.]+\) \| [^|]* \| loses", page)
-    assert (len(lost), lost.count("SOAP")) == (4, 3)
+    lost = re.findall(r"\) \| (\w+) [\de.-]+ \([\d.]+\) \| [^|]* \| loses", page)
+    assert (len(lost), lost.count("SOAP")) == (5, 4)
     assert "loses 4 of 7 small tasks, three of the four to SOAP" in text
+    held = re.search(r"tasks that were held out it (wins \d+, ties \d+ and loses \d+) of 5", page)
+    assert held is not None
+    assert f"until all methods were fixed it {held[1]}, to SOAP" in text
+    best = re.search(r"\| one for all .*? failed of \d+ trials \| [|\s-]*\| ([^|]+) \|", page)
+    assert best is not None
+    assert best[1] == "running √S + Muon"
+    assert "Muon fed with it did best with one setting for all twelve tasks" in text
     start = " ".join((ROOT / "docs" / "start.md").read_text().split())
-    assert "lower than the best ProxProp in three of the seven small tasks" in start
+    assert "lower than the best ProxProp in four of the twelve small tasks" in start
 
 
 def test_the_readmes_advice_is_the_peers_pages() -> None:
@@ -146,14 +153,16 @@ def test_the_readmes_advice_is_the_peers_pages() -> None:
         assert said.startswith(("try", "stay"))
         assert advice[name].split(". ")[-1].lower() == said.partition(" (")[0].lower()
         counts = re.findall(
-            r"(`Exact\(\)`|`CG\(3\)`|a running S) \(?(\d+ better, \d+ worse)", " ".join(said.split())
+            r"(`Exact\(\)`|`CG\(3\)`|a running √?S) \(?(\d+ better, \d+ worse)", " ".join(said.split())
         )
         assert counts
         for direction, count in counts:
             assert f"{direction} {count}" in advice[name]
     (pinn,) = re.findall(r"^- Your loss holds \*\*derivatives.*$", page, re.MULTILINE)
-    assert pinn.endswith("Leave S out.")
-    assert "better (under SGD, Nesterov), " in pinn
+    assert pinn.endswith(
+        "a running S 0 better, 6 worse (0, 3); a running √S 4 better, 1 worse (1, 0). Try a running √S."
+    )
+    assert "try a running √S (4 better, 1 worse). S itself is 0 better, 6 worse" in " ".join(README.split())
 
 
 WAYS = [

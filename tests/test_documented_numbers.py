@@ -87,14 +87,16 @@ def test_what_the_readme_says_of_the_digits_on_a_cpu() -> None:
 
 def test_what_pages_say_of_wrap_is_in_the_comparison() -> None:
     page = (ROOT / "docs" / "peers.md").read_text()
-    running = {
+    root = {
         name: (int(better), int(worse))
         for name, better, worse in re.findall(
-            r"You use \*\*([^*]+)\*\*:.*a running S (\d+) better, (\d+) worse", page
+            r"You use \*\*([^*]+)\*\*:.*a running √S (\d+) better, (\d+) worse", page
         )
     }
-    assert running["SGD, Nesterov"][1] + running["AdamW"][1] == 1
-    assert running["Muon"][0] < running["Muon"][1]
+    start = " ".join((ROOT / "docs" / "start.md").read_text().split())
+    assert "clearly worse in one each, and better in five, six and three" in start
+    assert [root[name] for name in ("SGD, Nesterov", "AdamW", "Muon")] == [(5, 1), (6, 1), (3, 1)]
+    assert root["SOAP"][0] < root["SOAP"][1]
 
 
 @pytest.mark.parametrize("page", ["README.md", "results/README.md"])
@@ -116,4 +118,4 @@ def test_the_landing_page_says_of_the_peers_what_their_page_says() -> None:
         "wins {{ peers_wins }}, ties {{ peers_ties }} and loses {{ peers_losses }} of {{ peers_tasks }} small"
     )
     assert named in index
-    assert "better in {{ peers_better }} of them and worse in {{ peers_worse }}" in index
+    assert "better in {{ peers_better }} and worse in {{ peers_worse }}" in index

@@ -164,7 +164,7 @@ def peers() -> dict[str, str]:
     """The verdict of the comparison, as the page says it that is written from its records."""
     page = " ".join((RESULTS.parent / "docs" / "peers.md").read_text().split())
     verdict = r"the best ProxProp wins (\d+), ties (\d+) and loses (\d+) of (\d+) small tasks"
-    beside = r"You use \*\*AdamW\*\*:.*?`CG\(3\)` (\d+) better, (\d+) worse"
+    beside = r"You use \*\*AdamW\*\*:.*?a running √S (\d+) better, (\d+) worse"
     (wins, ties, losses, tasks), (better, worse) = (re.findall(found, page)[0] for found in (verdict, beside))
     named = {"wins": wins, "ties": ties, "losses": losses, "tasks": tasks, "better": better, "worse": worse}
     return {f"peers_{name}": number for name, number in named.items()}

@@ -176,7 +176,7 @@ def overview(found: Cells) -> Any:
             ha="left",
             fontsize=11,
         )
-        heat, settings = below.subplots(1, 2)
+        heat, settings = below.subplots(1, 2, width_ratios=(1.5, 1))
         _heat(heat, found)
         _settings(settings, found)
         legend(figure, axes[0], 4)
@@ -214,10 +214,18 @@ def _heat(ax: Any, found: Cells) -> None:
     ax.imshow(shades, cmap="PuOr_r", vmin=-3, vmax=3, aspect="auto")
     for row, column in np.ndindex(*values.shape):
         value = values[row, column]
-        text = "" if math.isnan(value) else f"{value:.2f}" if value < 100 else "–"
+        text = (
+            ""
+            if math.isnan(value)
+            else f"{value:.2f}"
+            if value < 10
+            else f"{value:.0f}"
+            if value < 100
+            else "–"
+        )
         color = "white" if abs(shades[row, column]) > 2 else "black"
         ax.text(column, row, text, ha="center", va="center", fontsize=8.5, color=color)
-    ax.set_xticks(range(len(tasks)), tasks, fontsize=8.5, rotation=20, ha="right")
+    ax.set_xticks(range(len(tasks)), tasks, fontsize=8.5, rotation=40, ha="right")
     ax.set_yticks(range(len(methods)), [title(name) for name in methods], fontsize=8.5)
     ax.grid(False)
     ax.set_title("last score divided by AdamW's; – failed")
@@ -250,4 +258,4 @@ def _settings(ax: Any, found: Cells) -> None:
     ax.set_yticks(range(len(rows)), [title(method) for method, _ in rows], fontsize=8.5)
     ax.set_ylim(-0.7, len(rows) - 0.3)
     ax.set_xlabel("score / target, geometric mean over tasks")
-    ax.set_title("one setting for all (marker), for each (bar)")
+    ax.set_title("one setting for all (marker),\nfor each (bar)")

@@ -92,8 +92,13 @@ def timed(found: Cells, times: Sequence[Mapping[str, str]]) -> str:
     said = (
         f"While steps were timed, the machine's load was at most {busiest:g} with the timed process itself."
     )
-    untimed = {cell.method for cell in found.values() if cell.chosen is not None and not cell.way}
-    names = [method.title for name, method in METHODS.items() if name in untimed]
+    there = {row["task"] for row in times}
+    names = [f"all methods in {task}" for task in tasks_of(found) if task not in there]
+    names += [
+        f"{title(cell)} in {cell.task}"
+        for cell in found.values()
+        if cell.task in there and cell.chosen is not None and not cell.way
+    ]
     return said + (f" Not timed yet: {', '.join(names)}." if names else "") + "\n"
 
 
