@@ -76,7 +76,10 @@ def test_the_operator_is_what_torch_asks_for_and_gives_the_layers_direction(
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 def test_a_compiled_layer_warns_of_a_failed_factorisation() -> None:
     model = nn.Sequential(proxprop.nn.Linear(4, 3, solver=Exact(), tau_theta=1e30, space="feature"))
-    compiled, input = torch.compile(model, backend="aot_eager"), torch.ones(2, 4)
+    compiled, input = (
+        torch.compile(model, backend="aot_eager"),
+        torch.tensor([[0.1], [0.2], [0.7]]).expand(3, 4),
+    )
     with pytest.warns(
         RuntimeWarning, match=r"a compiled layer .*\[3, 4\] and \[3\]: I/τ_θ \+ AᵀA is not positive"
     ):

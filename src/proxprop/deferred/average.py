@@ -7,6 +7,7 @@ take longer than a step, so that each of the `invert_every` steps has its share.
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -474,7 +475,7 @@ def _counts(terms: Sequence[Term]) -> list[Count]:
 def _of(equation: Equation, samples: Sequence[Count]) -> Tensor | None:
     """How many samples of this step an equation has; None where nobody counted any."""
     own = [count for other, count in samples if other.meets(equation, trained=True)]
-    return torch.stack(own).sum(0) if own else None
+    return reduce(torch.add, own) if own else None
 
 
 def _for_groups(counts: Sequence[Tensor | None], S: Tensor) -> Tensor:
