@@ -17,7 +17,7 @@ DIRECTIONS = {"exact": "`Exact()`", "cg3": "`CG(3)`", "running": "a running S", 
 
 HELD_OUT = """\
 The other tasks were held out: they were written down after all methods and ranges were fixed, with AdamW's runs alone,
-so that no choice was made by them. `√S` is `Running(power=0.5)`."""
+so that none was chosen by them. Only what `wrap` takes was, afterwards. `√S` is `Running(power=0.5)`."""
 
 ADVICE = """\
 In how many tasks S made an optimizer's last score better or worse, both tuned (the rest are ties), in brackets in those

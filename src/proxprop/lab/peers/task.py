@@ -48,7 +48,7 @@ class Task:
         sequences: whether a sample is a sequence, over whose positions the loss is a mean too.
         dataset: one that has to be there, by the lab's name for it.
         held_out: whether it was written down after all methods and ranges were fixed, and before any run in it but
-            those of AdamW that set its size, so that no method, range or default was chosen by it.
+            those of AdamW that set its size, so that no method and no range was chosen by it.
     """
 
     name: str
