@@ -34,6 +34,7 @@ import proxprop
 from proxprop import Exact, Running
 from proxprop.deferred.preconditioner import inverse
 from proxprop.lab.models import ResNet18, mlp
+from proxprop.recipe import RUNNING
 from proxprop.replay import held_bytes
 
 WAYS = ("eager", "graph", "compile")
@@ -42,6 +43,7 @@ METHODS = {
     "every 32": Running(update_every=32, invert_every=32),
     "S of every step": Running(update_every=1, invert_every=10),
     "every 10, bfloat16 inverse": Running(update_every=10, invert_every=10, inverse_dtype=torch.bfloat16),
+    "as wrap": RUNNING,  # a root, made anew in one step of 40
     "deferred": None,
 }
 PLAIN_STEPS = 10
@@ -95,10 +97,11 @@ def vectors(width: int, batch: int, classes: int | None) -> Callable[[bool], tup
 
 
 CASES = {
-    "gpt": Case(GPT, tokens, "bf16", tuple(METHODS)[:4], adam=True),
+    "gpt": Case(GPT, tokens, "bf16", tuple(METHODS)[:5], adam=True),
     "resnet18": Case(lambda _: ResNet18(3, 10), images, "bf16", ("every 10",), channels_last=True),
     "mlp": Case(
-        lambda _: mlp([3072, 4000, 1000, 4000, 10]), vectors(3072, 500, 10), "fp32", ("every 10", "deferred")
+        lambda _: mlp([3072, 4000, 1000, 4000, 10]), vectors(3072, 500, 10), "fp32",
+        ("every 10", "as wrap", "deferred"),
     ),
     "autoencoder": Case(
         lambda _: mlp([784, 1000, 500, 250, 30, 250, 500, 1000, 784]), vectors(784, 1000, None), "tf32",
