@@ -7,8 +7,8 @@ training starts, attaches its optimizers, solves each step from all of its micro
 gives the module back as it was. Running averages are saved in Lightning's checkpoints.
 
 The task is a small one for a CPU: an MLP learns the labels of a random linear map from inputs of very different
-scale. Both try the same three learning rates and are shown at their own best. It is one seed, so it is a picture and not
-a comparison: :doc:`/peers` has those.
+scale. Both try the same three learning rates and are shown at their own best. It is one seed, so it is a picture and
+not a comparison: :doc:`/peers` has those.
 """
 
 import warnings
