@@ -253,9 +253,8 @@ class Averages:
         alike: dict[tuple[torch.device, torch.dtype], list[tuple[Term, Term]]] = {}
         for cluster in started:
             self._drop_others(cluster)
-            if len(steps[cluster]) < len(
-                cluster.systems
-            ):  # tied layers are inverted together from the first on
+            if len(steps[cluster]) < len(cluster.systems):
+                # tied layers are inverted together from the first on
                 used = {term.equation.layer for term in steps[cluster]}
                 self._start(cluster, [s.name for s in cluster.systems if s.usual and s.layer not in used])
         for cluster, step in [(cluster, step) for cluster, terms in steps.items() for step in terms]:

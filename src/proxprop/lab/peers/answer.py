@@ -174,19 +174,18 @@ Outcomes = list[tuple[str, str]]
 
 def _tried(outcomes: Mapping[str, Outcomes]) -> str:
     """How often each direction was better and worse, held-out tasks in brackets, and which to try."""
-    parts = []
-    for name, words in outcomes.items():
-        held = [word for task, word in words if TASKS[task].held_out]
-        inside = f" ({held.count('wins')}, {held.count('loses')})" if held else ""
-        better, worse = _better_and_worse(words)
+    parts, counts = [], {name: _better_and_worse(words) for name, words in outcomes.items()}
+    for name, (better, worse) in counts.items():
+        held = [(task, word) for task, word in outcomes[name] if TASKS[task].held_out]
+        inside = " ({}, {})".format(*_better_and_worse(held)) if held else ""
         parts.append(f"{name} {better} better, {worse} worse{inside}")
-    counts = {name: _better_and_worse(words) for name, words in outcomes.items()}
     best = max(counts, key=lambda name: (counts[name][0] - counts[name][1], -counts[name][1]))
     so = f"Try {best}" if counts[best][0] > counts[best][1] else "Stay without S"
     return f"{'; '.join(parts)}. {so}."
 
 
 def _better_and_worse(words: Outcomes) -> tuple[int, int]:
+    """How many are better, and how many worse."""
     said = [word for _, word in words]
     return said.count("wins"), said.count("loses")
 
