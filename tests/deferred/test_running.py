@@ -3,6 +3,7 @@
 import copy
 import io
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,41 @@ def test_the_inverse_root_is_accurate_to_a_percent(
         A = rows(x)
         S, N = 0.8 * S + A.T @ A, 0.8 * N + len(x)
         assert relative_error(found, stated(S / N, A.T @ G, damping, solver, 0.5)) < 0.01
+
+
+@pytest.mark.parametrize("bfloat16", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        lambda x: 1 + 1e-3 * x,
+        lambda x: x + 1e3,
+        lambda x: x[:2].repeat(len(x) // 2 + 1, 1)[: len(x)],
+        lambda x: x * torch.logspace(-6, 3, 50),
+        lambda x: (x - 1).relu() * (torch.arange(50) > 9),
+    ],
+    ids=["small spread", "large mean", "repeated rows", "scales", "dead inputs"],
+)
+def test_the_root_of_what_layers_see(inputs: Callable[[Tensor], Tensor], bfloat16: bool) -> None:
+    """In batches of changing size, one of a single sample."""
+    torch.manual_seed(0)
+    layer = proxprop.nn.Linear(50, 8, solver=Exact())
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    running = Running(decay=0.9, update_every=1, invert_every=1, damping=0.02, power=0.5)
+    proxprop.attach(optimizer, layer, running=running)
+    S, N = torch.zeros(51, 51, dtype=torch.float64), 0.0
+    for size in (32, 1, 7, 150):
+        x = inputs(torch.randn(size, 50))
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+            layer(x).float().square().mean().backward()
+        A = rows((x.bfloat16() if bfloat16 else x).double())
+        S, N = 0.9 * S + A.T @ A, 0.9 * N + size
+        B = torch.cat([layer.weight.grad.T, layer.bias.grad[None]]).double()
+        optimizer.step()
+        found = torch.cat([layer.weight.grad.T, layer.bias.grad[None]]).double()
+        values, vectors = torch.linalg.eigh(S / N)  # zero ones may come out a little negative
+        expected = stated(vectors * values.clamp(min=0) @ vectors.T, B, 0.02, Exact(), 0.5)
+        assert relative_error(found, expected) < 0.01
 
 
 @pytest.mark.parametrize("block", [None, 3])
